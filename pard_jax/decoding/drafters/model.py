@@ -1,0 +1,76 @@
+"""What the two drafters that run a draft model share: a cache of their own, and how ids are picked from logits."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pard_jax.config.model import ModelConfig
+from pard_jax.decoding.drafters.protocol import DraftContext, Drafter, Proposal
+from pard_jax.decoding.sampling import Role, first_argmax, role_keys, sample, warp_logits
+from pard_jax.models import KVCache, bind
+from pard_jax.pytree import pytree
+
+
+@pytree
+class DraftState:
+    """The draft model's cache, and how many tokens of each row it holds."""
+
+    cache: KVCache
+    cached: Int[Array, "B"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelDrafter(Drafter):
+    """Base of the drafters that run a draft model; see the protocol for what the methods mean."""
+
+    config: ModelConfig
+    target_vocab_size: int
+    max_model_len: int  # rows that would draft beyond it get no drafts
+    sampled: bool = False  # draw drafts from the draft's distribution instead of taking its best token
+
+    def init(self, num_rows: int, num_slots: int, dtype: Any, mesh: Any = None) -> DraftState:
+        c = self.config
+        shape = (c.num_layers, num_rows, c.num_kv_heads, num_slots, c.head_dim)
+        return DraftState(KVCache.zeros(shape, dtype, mesh), jnp.zeros((num_rows,), jnp.int32))
+
+    def admit(self, state: DraftState, row: Int[Array, ""]) -> DraftState:
+        return dataclasses.replace(state, cached=state.cached.at[row].set(0))
+
+    def prefill(
+        self, params: Any, state: DraftState, tokens: Int[Array, "1 C"], row: Int[Array, ""], start: Int[Array, ""],
+        count: Int[Array, ""], *, window: int,
+    ) -> DraftState:  # fmt: skip
+        model = bind(self.config, params)
+        out = model(self._known_ids(tokens), state.cache, start[None], window=window, first_row=row)
+        return DraftState(out.cache, state.cached.at[row].set(start + count))
+
+    def _known_ids(self, tokens: Int[Array, "B T"]) -> Int[Array, "B T"]:
+        """Ids that the draft's table has: a target may emit an id of its padded tail, which a smaller draft lacks."""
+        return jnp.minimum(tokens, self.config.vocab_size - 1)
+
+    def _pick(
+        self, logits: Float[Array, "B R Q"], positions: Int[Array, "B R"], context: DraftContext
+    ) -> tuple[Int[Array, "B R"], Float[Array, "B R Q"] | None]:
+        """The drafts for ``positions`` and, where they are sampled, the distributions they were drawn from."""
+        q = logits.shape[-1]
+        if q > self.target_vocab_size:
+            # A padded row that the target does not have may never be proposed.
+            known = jnp.arange(q)[None, None, :] < self.target_vocab_size
+            logits = jnp.where(known, logits, -jnp.inf)
+        best = first_argmax(logits)
+        if not self.sampled:
+            return best, None
+        warped = warp_logits(logits, context.sampling)
+        drawn = sample(warped, role_keys(context.sampling.seed, positions, Role.DRAFT))
+        tokens = jnp.where(context.sampling.greedy[:, None], best, drawn)
+        return tokens, jax.nn.softmax(warped, axis=-1)
+
+    def _proposal(self, tokens: Int[Array, "B K"], probs: Any, context: DraftContext) -> Proposal:
+        """Void the drafts of rows that would reach beyond the draft's own limit."""
+        fits = context.length + self.num_speculative_tokens <= self.max_model_len
+        return Proposal(jnp.where(fits[:, None], tokens, -1), probs)

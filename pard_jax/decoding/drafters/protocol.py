@@ -1,0 +1,76 @@
+"""What a drafter is: the one thing that differs between speculative methods.
+
+A drafter proposes K tokens a row from the committed tokens. It owns a pytree of state (its cache, say) that travels
+inside the decode state, and it is itself static: a frozen dataclass closed over by the jitted step.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Any, NamedTuple
+
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from pard_jax.decoding.sampling import SamplingState
+from pard_jax.pytree import pytree
+
+
+@pytree
+class DraftContext:
+    """What a drafter may look at when it proposes."""
+
+    tokens: Int[Array, "B C"]  # committed ids, garbage at and beyond `length`
+    length: Int[Array, "B"]  # committed tokens; the first draft stands at this position
+    active: Bool[Array, "B"]  # rows that decode; the others' proposals are thrown away
+    sampling: SamplingState
+
+
+class Proposal(NamedTuple):
+    """K drafts a row; -1 where a row has none (every draft behind a -1 is void)."""
+
+    tokens: Int[Array, "B K"]
+    probs: Float[Array, "B K Q"] | None  # what each was drawn from, over the draft's vocabulary; None: a point mass
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Drafter(abc.ABC):
+    """Proposes drafts. All methods are pure and traced inside the engine's jitted programs.
+
+    A drafter without state of its own defines ``propose`` alone. Drafters that read the target's hidden states
+    (EAGLE-3, DFlash, MTP, PARD-2) name the layers in ``target_layers`` and keep what they need in ``observe``; for
+    the others the target computes no features.
+    """
+
+    num_speculative_tokens: int  # K
+    target_layers: tuple[int, ...] = ()  # layers of the target whose residual stream `observe` receives
+
+    def init(self, num_rows: int, num_slots: int, dtype: Any, mesh: Mesh | None = None) -> Any:
+        """State for ``num_rows`` rows of ``num_slots`` cache slots."""
+        return ()
+
+    def admit(self, state: Any, row: Int[Array, ""]) -> Any:
+        """Forget what the row held: a new request starts there."""
+        return state
+
+    def prefill(
+        self, params: Any, state: Any, tokens: Int[Array, "1 C"], row: Int[Array, ""], start: Int[Array, ""],
+        count: Int[Array, ""], *, window: int,
+    ) -> Any:  # fmt: skip
+        """Take in a chunk of a prompt: ``count`` valid tokens, the first at position ``start``."""
+        return state
+
+    @abc.abstractmethod
+    def propose(self, params: Any, state: Any, context: DraftContext, *, window: int) -> tuple[Proposal, Any]:
+        """Draft K tokens a row; ``window`` is the number of cache slots worth reading (static)."""
+
+    def observe(
+        self, state: Any, features: Float[Array, "G R T D"], starts: Int[Array, "R"], first_row: Int[Array, ""] | int
+    ) -> Any:
+        """See a pass of the target: ``features`` of tokens at positions ``starts..starts+T`` of rows from ``first_row``.
+
+        Called after every prefill chunk and every verification, if ``target_layers`` is not empty. Tokens behind a
+        row's length were rejected or padding.
+        """
+        return state

@@ -1,0 +1,225 @@
+"""The jitted programs: a speculative step, several of them a dispatch, a chunk of prefill, the admission of a request.
+
+All take the decode state by donation and return it. Weights are arguments; the models' structure, the drafter and the
+attention window are static, and nothing else is: no prompt, length or sampling setting compiles anything again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from pard_jax.config.model import ModelConfig
+from pard_jax.decoding.drafters import DraftContext, Drafter
+from pard_jax.decoding.logprobs import TokenLogprobs, token_logprobs
+from pard_jax.decoding.sampling import mask_below_min_tokens, warp_logits
+from pard_jax.decoding.state import DecodeState, Row, admit
+from pard_jax.decoding.verify import fit_vocabulary, verify
+from pard_jax.models import bind
+from pard_jax.pytree import pytree
+
+MAX_LOGPROBS = 20  # vLLM's --max-logprobs
+
+
+@pytree
+class StepOutput:
+    """What one step gave, row by row; a dispatch of several steps stacks them along a leading axis."""
+
+    tokens: Int[Array, "*steps B K+1"]  # the tokens kept, then -1
+    num_kept: Int[Array, "*steps B"]  # 0 for rows that were not active
+    num_drafts: Int[Array, "*steps B"]  # drafts that the drafter really made
+    num_accepted: Int[Array, "*steps B"]  # of these; a stop token may keep fewer
+    logprobs: TokenLogprobs
+
+
+def step(
+    config: ModelConfig,
+    drafter: Drafter,
+    params: dict[str, Any],
+    state: DecodeState,
+    *,
+    window: int,
+    synthetic_rates: Float[Array, "K"] | None = None,
+) -> tuple[DecodeState, StepOutput]:
+    """Draft, verify and commit once for every active row.
+
+    Args:
+        params: ``{"target": ..., "draft": ...}``.
+        state: the state before; rows that are not active keep theirs.
+        window: cache slots to read; at least the longest active row plus 2K.
+        synthetic_rates: conditional acceptance rates for measuring (vLLM's "synthetic"); the output is then not the
+            target's.
+    """
+    k = drafter.num_speculative_tokens
+    context = DraftContext(state.tokens, state.length, state.active, state.sampling)
+    with jax.named_scope("draft"):
+        proposal, draft = drafter.propose(params.get("draft"), state.draft, context, window=window)
+    # A draft behind a void one is void too, so the row's drafts are a prefix.
+    real = jnp.cumprod(proposal.tokens >= 0, axis=1, dtype=jnp.int32) > 0
+    drafts = jnp.where(real, proposal.tokens, -1)
+
+    with jax.named_scope("target"):
+        model = bind(config, params["target"])
+        last = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1, mode="clip")
+        inputs = jnp.concatenate([last, jnp.maximum(drafts, 0)], axis=1)
+        out = model(inputs, state.cache, state.cached, window=window, capture=drafter.target_layers)
+        raw = model.logits(out.hidden)
+        if drafter.target_layers:
+            draft = drafter.observe(draft, out.features, state.cached, 0)
+
+    with jax.named_scope("verify"):
+        logits = mask_below_min_tokens(raw, state.length, state.min_length, state.stop_ids)
+        logits = warp_logits(logits, state.sampling)
+        probs = None if proposal.probs is None else fit_vocabulary(proposal.probs, logits.shape[-1])
+        verified = verify(logits, drafts, probs, state.sampling, state.length, conditional_rates=synthetic_rates)
+
+    # Keep up to and including the first token that ends the row.
+    offsets = jnp.arange(k + 1, dtype=jnp.int32)[None, :]
+    count = state.length[:, None] + offsets + 1  # committed tokens once this one is
+    stops = jnp.any(verified.tokens[:, :, None] == state.stop_ids[:, None, :], axis=2)
+    stops = stops & (verified.tokens >= 0) & (count > state.min_length[:, None])
+    ends = (stops | (count >= state.max_length[:, None])) & (offsets < verified.num_emitted[:, None])
+    first_end = jnp.where(jnp.any(ends, axis=1), jnp.argmax(ends, axis=1).astype(jnp.int32), k + 1)
+    kept = jnp.where(state.active, jnp.minimum(verified.num_emitted, first_end + 1), 0)
+    finished = first_end < k + 1
+    tokens = jnp.where(offsets < kept[:, None], verified.tokens, -1)
+
+    length = state.length + kept
+    new_state = dataclasses.replace(
+        state,
+        tokens=_append(state.tokens, state.length, jnp.maximum(verified.tokens, 0)),
+        length=length,
+        cached=jnp.where(state.active, length - 1, state.cached),
+        active=state.active & ~finished,
+        cache=out.cache,
+        draft=draft,
+    )
+    asked = jnp.where(state.active, state.num_logprobs, -1)
+    output = StepOutput(
+        tokens=tokens,
+        num_kept=kept,
+        num_drafts=jnp.where(state.active, jnp.sum(real, axis=1, dtype=jnp.int32), 0),
+        num_accepted=jnp.where(state.active, verified.num_accepted, 0),
+        logprobs=token_logprobs(raw, jnp.maximum(verified.tokens, 0), asked, max_logprobs=MAX_LOGPROBS),
+    )
+    return new_state, output
+
+
+def _append(history: Array, length: Array, tokens: Array) -> Array:
+    """Write a step's tokens behind every row's; those that were not kept lie behind the new length.
+
+    An inactive row's length may be that of a prompt still being prefilled: what is written lies behind it, too.
+    """
+    rows = jnp.arange(history.shape[0], dtype=jnp.int32)[:, None]
+    at = length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+    return history.at[rows, at].set(tokens, mode="drop", unique_indices=True)
+
+
+class Programs:
+    """The compiled programs of one target and drafter. Calling one twice with equal ``window`` compiles once."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        drafter: Drafter,
+        *,
+        chunk_size: int,
+        max_steps: int,
+        synthetic_rates: tuple[float, ...] | None = None,
+        state_sharding: Any = None,
+    ) -> None:
+        """
+        Args:
+            chunk_size: C, tokens of one prefill pass.
+            max_steps: the most steps of one dispatch (static: the size of its output).
+            synthetic_rates: conditional acceptance rates, K of them, or None for exact verification.
+            state_sharding: shardings of the decode state, pinned on every output so that a program's result never
+                compiles the next one again; None on a single device.
+        """
+        self.config, self.drafter = config, drafter
+        self.chunk_size, self.max_steps = chunk_size, max_steps
+        self._rates = synthetic_rates
+        pinned = {} if state_sharding is None else {"out_shardings": state_sharding}
+        decode_pinned = {} if state_sharding is None else {"out_shardings": (state_sharding, None)}
+        self.admit = jax.jit(self._admit, donate_argnums=0, **pinned)
+        self.prefill = jax.jit(self._prefill, donate_argnums=1, static_argnames="window", **pinned)
+        self.decode = jax.jit(self._decode, donate_argnums=1, static_argnames="window", **decode_pinned)
+
+    def _admit(self, state: DecodeState, index: Int[Array, ""], row: Row) -> DecodeState:
+        return admit(self.drafter, state, index, row)
+
+    def _prefill(
+        self,
+        params: dict[str, Any],
+        state: DecodeState,
+        index: Int[Array, ""],
+        start: Int[Array, ""],
+        count: Int[Array, ""],
+        *,
+        window: int,
+    ) -> DecodeState:
+        """Take in ``count`` tokens of row ``index``'s prompt from ``start`` on; the row decodes once one is left.
+
+        A chunk is always ``chunk_size`` wide: what it holds beyond ``count`` is masked now and overwritten later.
+
+        The last prompt token is left to the first step, which runs it as any step runs the last kept token: prefill
+        computes no logits, and the first output token is already drafted for.
+        """
+        model = bind(self.config, params["target"])
+        capture = self.drafter.target_layers
+        chunk = lax.dynamic_slice(state.tokens, (index, start), (1, self.chunk_size))
+        out = model(chunk, state.cache, start[None], window=window, first_row=index, capture=capture)
+        draft = self.drafter.prefill(params.get("draft"), state.draft, chunk, index, start, count, window=window)
+        if capture:
+            draft = self.drafter.observe(draft, out.features, start[None], index)
+        end = start + count
+        return dataclasses.replace(
+            state,
+            cached=state.cached.at[index].set(end),
+            active=state.active.at[index].set(end == state.length[index] - 1),
+            cache=out.cache,
+            draft=draft,
+        )
+
+    def _decode(
+        self,
+        params: dict[str, Any],
+        state: DecodeState,
+        keep: Bool[Array, "B"],
+        num_steps: Int[Array, ""],
+        *,
+        window: int,
+    ) -> tuple[DecodeState, tuple[Int[Array, ""], StepOutput]]:
+        """Up to ``num_steps`` steps; fewer when no row is left active.
+
+        ``keep`` is False for rows whose request the host has ended since (a stop string, an abort).
+
+        Returns:
+            The state, and (how many steps ran, their outputs stacked ``[max_steps, ...]``).
+        """
+        state = dataclasses.replace(state, active=state.active & keep)
+        rates = None if self._rates is None else jnp.asarray(self._rates, jnp.float32)
+
+        def one(state: DecodeState) -> tuple[DecodeState, StepOutput]:
+            return step(self.config, self.drafter, params, state, window=window, synthetic_rates=rates)
+
+        shapes = jax.eval_shape(one, state)[1]
+        buffers = jax.tree.map(lambda s: jnp.zeros((self.max_steps, *s.shape), s.dtype), shapes)
+
+        def unfinished(carry: tuple[Array, DecodeState, StepOutput]) -> Array:
+            i, state, _ = carry
+            return (i < num_steps) & jnp.any(state.active)
+
+        def body(carry: tuple[Array, DecodeState, StepOutput]) -> tuple[Array, DecodeState, StepOutput]:
+            i, state, buffers = carry
+            state, output = one(state)
+            buffers = jax.tree.map(lambda b, o: lax.dynamic_update_index_in_dim(b, o, i, 0), buffers, output)
+            return i + 1, state, buffers
+
+        steps, state, outputs = lax.while_loop(unfinished, body, (jnp.int32(0), state, buffers))
+        return state, (steps, outputs)

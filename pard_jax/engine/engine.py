@@ -1,0 +1,351 @@
+"""The engine: a fixed number of slots that requests join and leave between dispatches. The only host loop there is.
+
+One call of :meth:`Engine.step` hands the device new prompts and the next dispatch, then reads the dispatch *before*
+it: the device never waits for the host. The host therefore knows lengths one dispatch late, and bounds them.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from pard_jax.config import ModelConfig
+from pard_jax.decoding.drafters import Drafter
+from pard_jax.decoding.state import MAX_STOP_TOKEN_IDS, Row, init_state
+from pard_jax.decoding.step import Programs, StepOutput
+from pard_jax.engine.memory import MemoryPlan
+from pard_jax.engine.metrics import AcceptanceStats
+from pard_jax.engine.request import Request, RequestUpdate, StepLogprobs
+from pard_jax.engine.stop import StopChecker
+from pard_jax.sampling_params import SamplingParams
+from pard_jax.tokenizer import Tokenizer
+
+# Prefill passes between two dispatches while other rows are decoding, so that a long prompt does not stall them.
+_CHUNKS_PER_DISPATCH = 4
+
+
+@dataclasses.dataclass
+class _Slot:
+    """A request in its row."""
+
+    request: Request
+    prefilled: int = 0  # prompt tokens given to the device
+    pending_steps: int = 0  # steps dispatched whose outcome is not known yet
+
+    @property
+    def num_to_prefill(self) -> int:
+        """The last prompt token is left to the first step."""
+        return len(self.request.prompt_token_ids) - 1 - self.prefilled
+
+
+@dataclasses.dataclass
+class _Dispatch:
+    """A dispatch under way, with the requests that were in its rows."""
+
+    rows: dict[int, _Slot]
+    num_steps: int
+    steps: jax.Array
+    output: StepOutput
+
+
+class Engine:
+    """Runs requests. ``add_request`` and ``abort`` may be called from any thread, ``step`` from one."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        drafter: Drafter,
+        params: dict[str, Any],
+        plan: MemoryPlan,
+        *,
+        num_rows: int,
+        chunk_size: int,
+        steps_per_dispatch: int,
+        dtype: Any,
+        speculative_slots: int = 0,
+        tokenizer: Tokenizer | None = None,
+        eos_token_ids: Iterable[int] = (),
+        seed: int | None = 0,
+        synthetic_rates: tuple[float, ...] | None = None,
+        mesh: Mesh | None = None,
+    ) -> None:
+        """
+        Args:
+            config, drafter, params: the target, the drafter, and ``{"target": ..., "draft": ...}``.
+            plan: sizes of the caches.
+            num_rows: B, the slots.
+            chunk_size: C, prompt tokens of one prefill pass.
+            steps_per_dispatch: speculative steps between two looks of the host.
+            speculative_slots: cache slots a pass may reach beyond the committed tokens (K plus the slot table's).
+            eos_token_ids: the primary one first.
+            seed: base of the seeds of requests that bring none; None for a new one each time.
+        """
+        self.config, self.drafter, self.plan, self.tokenizer = config, drafter, plan, tokenizer
+        self.steps_per_dispatch, self.chunk_size = steps_per_dispatch, chunk_size
+        self.acceptance = AcceptanceStats(drafter.num_speculative_tokens)
+        self.num_steps = 0  # steps read back so far
+        self._params = params
+        self._speculative_slots = speculative_slots
+        self._eos = tuple(eos_token_ids)
+        self._seeds = np.random.SeedSequence(seed)
+        self._state = init_state(config, drafter, num_rows, plan.num_slots, dtype, mesh)
+        sharding = None if mesh is None else jax.tree.map(lambda x: x.sharding, self._state)
+        self._programs = Programs(
+            config,
+            drafter,
+            chunk_size=chunk_size,
+            max_steps=steps_per_dispatch,
+            synthetic_rates=synthetic_rates,
+            state_sharding=sharding,
+        )
+        self._slots: list[_Slot | None] = [None] * num_rows
+        self._in_flight: collections.deque[_Dispatch] = collections.deque()
+        # Shared with other threads, under the lock: requests not yet in a slot, ids to abort, ids that are known.
+        self._lock = threading.Lock()
+        self._waiting: collections.deque[Request] = collections.deque()
+        self._aborted: set[str] = set()
+        self._known: set[str] = set()
+
+    # -- from any thread ------------------------------------------------------------------------------------------
+
+    def add_request(
+        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, *, prompt: str | None = None
+    ) -> None:
+        """Queue a request.
+
+        Raises:
+            ValueError: a prompt that is empty, too long or out of the vocabulary, an id in use, too many stop ids,
+                stop strings without a tokenizer.
+        """
+        self.check_prompt(prompt_token_ids)
+        limit = self.plan.max_model_len
+        wanted = limit if params.max_tokens is None else len(prompt_token_ids) + params.max_tokens
+        eos, *extra = self._eos or (None,)
+        stop = StopChecker(
+            params, eos_token_id=eos, extra_eos_token_ids=[i for i in extra if i is not None], max_model_len=limit
+        )
+        if len(stop.token_ids) > MAX_STOP_TOKEN_IDS:
+            raise ValueError(
+                f"{len(stop.token_ids)} stop token ids (EOS ids included) were given; at most {MAX_STOP_TOKEN_IDS} "
+                "are supported"
+            )
+        request = Request(
+            request_id,
+            prompt,
+            list(prompt_token_ids),
+            params,
+            seed=self._seed_of(params),
+            stop=stop,
+            tokenizer=self.tokenizer,
+            max_length=min(wanted, limit),
+            num_speculative_tokens=self.drafter.num_speculative_tokens,
+        )
+        with self._lock:
+            if request_id in self._known:
+                raise ValueError(f"request id {request_id!r} is in use")
+            self._known.add(request_id)
+            self._waiting.append(request)
+
+    def check_prompt(self, prompt_token_ids: list[int]) -> None:
+        """Refuse a prompt that cannot run (messages as vLLM has them).
+
+        Raises:
+            ValueError: see :meth:`add_request`.
+        """
+        n, limit, vocab = len(prompt_token_ids), self.plan.max_model_len, self.config.vocab_size
+        if n == 0:
+            raise ValueError("The decoder prompt cannot be empty")
+        if n > limit:
+            raise ValueError(
+                f"This model's maximum context length is {limit} tokens. However, your prompt contains {n} input "
+                "tokens, which exceeds this limit even without any output tokens. Shorten the prompt or raise "
+                "max_model_len."
+            )
+        if n == limit:
+            raise ValueError(
+                f"The prompt ({n} input tokens) plus the number of requested output tokens (at least 1) is longer than "
+                f"the maximum model length of {limit}. Shorten the prompt or raise max_model_len."
+            )
+        for token in prompt_token_ids:
+            if not 0 <= token < vocab:
+                raise ValueError(f"Token id {token} is out of vocabulary; expected 0 to {vocab - 1}")
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests; ids that are unknown or finished already are ignored."""
+        with self._lock:
+            self._aborted.update(i for i in request_ids if i in self._known)
+
+    def has_work(self) -> bool:
+        """Whether :meth:`step` has anything to do."""
+        with self._lock:
+            return bool(self._known) or bool(self._in_flight)
+
+    # -- from the engine's thread ---------------------------------------------------------------------------------
+
+    def warm_up(self, max_length: int | None = None) -> int:
+        """Compile every program for sequences up to ``max_length`` tokens (None: any); nothing compiles afterwards.
+
+        Returns:
+            The number of attention windows compiled for.
+        """
+        longest = self.plan.window(self._reach(min(max_length or self.plan.max_model_len, self.plan.max_model_len)))
+        windows = [w for w in self.plan.windows if w <= longest]
+        self._admit_row(0, np.zeros(self.plan.num_slots, np.int32), 3, SamplingParams(), 0, (), 3)
+        for window in windows:
+            self._prefill_row(0, 0, 0, window)
+            self._run(np.zeros(len(self._slots), bool), 1, window)
+        jax.block_until_ready(self._state.length)
+        return len(windows)
+
+    def step(self) -> list[RequestUpdate]:
+        """Admit, prefill, dispatch, and read the dispatch before; returns what is new, request by request."""
+        updates = self._take_aborts()
+        self._admit()
+        self._prefill()
+        dispatched = self._dispatch()
+        if len(self._in_flight) > 1 or (self._in_flight and not dispatched):
+            updates += self._collect(self._in_flight.popleft())
+        return updates
+
+    def _take_aborts(self) -> list[RequestUpdate]:
+        with self._lock:
+            aborted, self._aborted = self._aborted, set()
+            ended = [r for r in self._waiting if r.request_id in aborted]
+            self._waiting = collections.deque(r for r in self._waiting if r.request_id not in aborted)
+        running = [s.request for s in self._slots if s is not None and s.request.request_id in aborted]
+        updates = []
+        for request in ended + running:
+            request.finish("abort")
+            updates.append(self._retire(request))
+        return updates
+
+    def _admit(self) -> None:
+        for index, slot in enumerate(self._slots):
+            if slot is not None:
+                continue
+            with self._lock:
+                if not self._waiting:
+                    return
+                request = self._waiting.popleft()
+            self._slots[index] = _Slot(request)
+            tokens = np.zeros(self.plan.num_slots, np.int32)
+            n = len(request.prompt_token_ids)
+            tokens[:n] = request.prompt_token_ids
+            params = request.params
+            self._admit_row(index, tokens, n, params, request.seed, request.stop.token_ids, request.max_length)
+
+    def _admit_row(
+        self, index: int, tokens: np.ndarray, length: int, params: SamplingParams, seed: int,
+        stop_ids: Iterable[int], max_length: int,
+    ) -> None:  # fmt: skip
+        padded = np.full(MAX_STOP_TOKEN_IDS, -1, np.int32)
+        ids = list(stop_ids)
+        padded[: len(ids)] = ids
+        row = Row(
+            tokens=jnp.asarray(tokens),
+            length=np.int32(length),
+            temperature=np.float32(params.temperature),
+            top_k=np.int32(max(params.top_k, 0)),
+            top_p=np.float32(params.top_p),
+            min_p=np.float32(params.min_p),
+            seed=np.uint32(seed),
+            stop_ids=padded,
+            min_length=np.int32(length + params.min_tokens),
+            max_length=np.int32(max_length),
+            num_logprobs=np.int32(-1 if params.logprobs is None else params.logprobs),
+        )
+        self._state = self._programs.admit(self._state, np.int32(index), row)
+
+    def _prefill(self) -> None:
+        decoding = any(s is not None and s.num_to_prefill <= 0 for s in self._slots)
+        budget = _CHUNKS_PER_DISPATCH if decoding else None
+        for index, slot in enumerate(self._slots):
+            while slot is not None and slot.num_to_prefill > 0 and budget != 0:
+                count = min(self.chunk_size, slot.num_to_prefill)
+                self._prefill_row(index, slot.prefilled, count, self.plan.window(slot.prefilled + self.chunk_size))
+                slot.prefilled += count
+                budget = None if budget is None else budget - 1
+
+    def _prefill_row(self, index: int, start: int, count: int, window: int) -> None:
+        self._state = self._programs.prefill(
+            self._params, self._state, np.int32(index), np.int32(start), np.int32(count), window=window
+        )
+
+    def _dispatch(self) -> bool:
+        rows = {i: s for i, s in enumerate(self._slots) if s is not None and s.num_to_prefill <= 0}
+        if not rows:
+            return False
+        keep = np.zeros(len(self._slots), bool)
+        keep[list(rows)] = True
+        steps = self.steps_per_dispatch
+        longest = max(self._bound(slot, steps) for slot in rows.values())
+        ran, output = self._run(keep, steps, self.plan.window(self._reach(longest)))
+        for slot in rows.values():
+            slot.pending_steps += steps
+        self._in_flight.append(_Dispatch(rows, steps, ran, output))
+        return True
+
+    def _bound(self, slot: _Slot, steps: int) -> int:
+        """The most tokens the row can hold after ``steps`` more steps."""
+        grown = (slot.pending_steps + steps) * (self.drafter.num_speculative_tokens + 1)
+        return min(slot.request.num_tokens + grown, slot.request.max_length)
+
+    def _reach(self, length: int) -> int:
+        """Cache slots that a step may touch in a row of ``length`` tokens."""
+        return length + self._speculative_slots
+
+    def _run(self, keep: np.ndarray, steps: int, window: int) -> tuple[jax.Array, StepOutput]:
+        self._state, result = self._programs.decode(self._params, self._state, keep, np.int32(steps), window=window)
+        return result
+
+    def _collect(self, dispatch: _Dispatch) -> list[RequestUpdate]:
+        live = {i: s for i, s in dispatch.rows.items() if not s.request.finished}
+        out = dispatch.output
+        steps, tokens, kept, drafts, accepted = jax.device_get(
+            (dispatch.steps, out.tokens, out.num_kept, out.num_drafts, out.num_accepted)
+        )
+        wants_logprobs = any(s.request.params.logprobs is not None for s in live.values())
+        logprobs = jax.device_get(out.logprobs) if wants_logprobs else None
+        self.num_steps += int(steps)
+        updates = []
+        for index, slot in live.items():
+            request = slot.request
+            slot.pending_steps -= dispatch.num_steps
+            for i in range(int(steps)):
+                if request.finished or kept[i, index] == 0:
+                    break
+                step_logprobs = None
+                if logprobs is not None:
+                    fields = (logprobs.chosen, logprobs.rank, logprobs.top_ids, logprobs.top_values)
+                    step_logprobs = StepLogprobs(*(f[i, index] for f in fields))
+                n = int(kept[i, index])
+                request.extend(tokens[i, index, :n], int(drafts[i, index]), int(accepted[i, index]), step_logprobs)
+            if request.finished:
+                updates.append(self._retire(request))
+            else:
+                updates.append(request.update())
+        return updates
+
+    def _retire(self, request: Request) -> RequestUpdate:
+        """Free a finished request's slot; the device stops its row by the next dispatch's ``keep``."""
+        self.acceptance.merge(request.acceptance)
+        self._slots = [None if s is not None and s.request is request else s for s in self._slots]
+        with self._lock:
+            self._known.discard(request.request_id)
+            self._aborted.discard(request.request_id)
+        return request.update()
+
+    def _seed_of(self, params: SamplingParams) -> int:
+        """32 bits: of the request's own seed, or a new one (so that equal prompts do not give equal samples)."""
+        if params.seed is not None:
+            return int(np.random.SeedSequence(params.seed % 2**64).generate_state(1)[0])
+        with self._lock:
+            return int(self._seeds.spawn(1)[0].generate_state(1)[0])

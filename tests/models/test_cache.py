@@ -1,0 +1,73 @@
+"""The cache: every write lands where it should and nowhere else, in place."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pard_jax.models import KVCache
+
+L, B, M, S, H = 3, 5, 2, 24, 4
+
+
+def random_cache(seed: int, dtype=jnp.float32) -> KVCache:
+    rng = np.random.default_rng(seed)
+    k, v = (jnp.asarray(rng.standard_normal((L, B, M, S, H)), dtype) for _ in range(2))
+    return KVCache(k, v)
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize(
+    ("first_row", "starts", "width"),
+    [
+        (0, [0], 1),
+        (4, [S - 6], 6),  # one row, up to the very last slot
+        (2, [7], 5),
+        (0, [0, 3, S - 4, 11, 9], 4),  # all rows, one up to the last slot
+        (1, [5, 5, S - 1], 1),
+        (3, [0, S - 8], 8),
+    ],
+)
+def test_write_equals_a_loop(layer, first_row, starts, width):
+    cache = random_cache(0)
+    rng = np.random.default_rng(1)
+    new = rng.standard_normal((2, len(starts), M, width, H)).astype(np.float32)
+    expected = [np.array(cache.k), np.array(cache.v)]
+    for which in range(2):
+        for r, start in enumerate(starts):
+            for m in range(M):
+                for t in range(width):
+                    expected[which][layer, first_row + r, m, start + t] = new[which, r, m, t]
+    written = jax.jit(KVCache.write)(
+        cache, jnp.int32(layer), jnp.int32(first_row), jnp.asarray(starts, jnp.int32), *map(jnp.asarray, new)
+    )
+    np.testing.assert_array_equal(written.k, expected[0])
+    np.testing.assert_array_equal(written.v, expected[1])
+
+
+def test_write_takes_the_cache_dtype():
+    cache = random_cache(2, jnp.bfloat16)
+    new = jnp.full((1, M, 1, H), 1 + 2**-12, jnp.float32)
+    written = cache.write(jnp.int32(1), jnp.int32(2), jnp.asarray([3], jnp.int32), new, -new)
+    assert written.k.dtype == written.v.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(written.k[1, 2, :, 3].astype(jnp.float32), 1.0)
+    np.testing.assert_array_equal(written.v[1, 2, :, 3].astype(jnp.float32), -1.0)
+
+
+@pytest.mark.parametrize(("first_row", "rows", "window"), [(0, B, S), (1, 3, 8), (4, 1, 1)])
+def test_window_reads_the_first_slots(first_row, rows, window):
+    cache = random_cache(3)
+    k, v = cache.window(jnp.int32(1), jnp.int32(first_row), rows, window)
+    np.testing.assert_array_equal(k, cache.k[1, first_row : first_row + rows, :, :window])
+    np.testing.assert_array_equal(v, cache.v[1, first_row : first_row + rows, :, :window])
+
+
+def test_zeros_are_two_buffers():
+    cache = KVCache.zeros((L, B, M, S, H), jnp.bfloat16)
+    assert cache.num_slots == S
+    assert cache.k.shape == cache.v.shape == (L, B, M, S, H)
+    assert cache.k.dtype == cache.v.dtype == jnp.bfloat16
+    assert cache.k.unsafe_buffer_pointer() != cache.v.unsafe_buffer_pointer()
+    assert not np.asarray(cache.k, np.float32).any() and not np.asarray(cache.v, np.float32).any()
