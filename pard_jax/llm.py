@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
 
 from pard_jax.config import EngineConfig, SpeculativeConfig
-from pard_jax.loading import load_engine
+from pard_jax.engine.request import RequestUpdate
+from pard_jax.loading import Loaded, load_engine
 from pard_jax.outputs import RequestOutput
 from pard_jax.sampling_params import SamplingParams
 from pard_jax.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any] | Sequence[int]  # text, {"prompt": text}, {"prompt_token_ids": ids}, or ids
 Messages = Sequence[Mapping[str, Any]]  # one conversation
+OnUpdate = Callable[[int, int, RequestUpdate], None]  # prompt's index, completion's index, what is new
 
 
 class LLM:
@@ -69,10 +71,28 @@ class LLM:
             raise ValueError(f"LLM: {str(e).removeprefix('EngineConfig.__init__() ')}") from None
         if speculative_config is not None and not isinstance(speculative_config, SpeculativeConfig):
             speculative_config = SpeculativeConfig.from_dict(speculative_config)
-        loaded = load_engine(model, engine_config, speculative_config, revision=revision, progress=use_tqdm)
-        self.engine, self.settings = loaded.engine, loaded.settings
+        self._take(load_engine(model, engine_config, speculative_config, revision=revision, progress=use_tqdm))
+
+    @classmethod
+    def from_loaded(cls, loaded: Loaded) -> LLM:
+        """An LLM around what :func:`pard_jax.loading.load_engine` has loaded."""
+        llm = cls.__new__(cls)
+        llm._take(loaded)
+        return llm
+
+    def _take(self, loaded: Loaded) -> None:
+        self.engine, self.settings, self._parts = loaded.engine, loaded.settings, loaded.parts
         self._tokenizer, self._defaults = loaded.tokenizer, loaded.sampling_defaults
         self._ids = itertools.count()
+
+    def disable_speculation(self) -> None:
+        """Decode one token a step from here on: what a speed-up is measured against.
+
+        The weights stay. The caches are made anew, and everything compiles again.
+        """
+        self._parts = self._parts.without_speculation()
+        del self.engine  # first: the old caches and the new ones need not fit together
+        self.engine, self.settings = self._parts.build(), self._parts.settings
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer.
@@ -86,6 +106,11 @@ class LLM:
             )
         return self._tokenizer
 
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the checkpoint brings a tokenizer; without, prompts and outputs are token ids."""
+        return self._tokenizer is not None
+
     def get_default_sampling_params(self) -> SamplingParams:
         """The defaults that the model's ``generation_config.json`` sets."""
         return SamplingParams(**self._defaults)
@@ -96,6 +121,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        on_update: OnUpdate | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts, as many at once as there are slots; results come in the prompts' order.
 
@@ -103,13 +129,15 @@ class LLM:
             prompts: one or several: text, ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``.
             sampling_params: one for all, or one for each; None for the model's defaults.
             use_tqdm: show progress.
+            on_update: called with the index of the prompt, the index of the completion and what is new of it, as it
+                comes.
 
         Raises:
             ValueError: a prompt that cannot run, or as many params as prompts are not given. Nothing has run then.
         """
         many = _as_list(prompts)
         requests = [self._encode(prompt) for prompt in many]
-        return self._run(requests, self._params_for(len(requests), sampling_params), use_tqdm)
+        return self._run(requests, self._params_for(len(requests), sampling_params), use_tqdm, on_update)
 
     def chat(
         self,
@@ -160,7 +188,11 @@ class LLM:
         return list(params)
 
     def _run(
-        self, requests: list[tuple[str | None, list[int]]], params: list[SamplingParams], use_tqdm: bool
+        self,
+        requests: list[tuple[str | None, list[int]]],
+        params: list[SamplingParams],
+        use_tqdm: bool,
+        on_update: OnUpdate | None = None,
     ) -> list[RequestOutput]:
         for _, ids in requests:
             self.engine.check_prompt(ids)
@@ -171,7 +203,7 @@ class LLM:
                     request_id = str(next(self._ids))
                     self.engine.add_request(request_id, ids, p.child(n), prompt=text)
                     children[request_id] = (i, n)
-            outputs = self._drain(children, use_tqdm)
+            outputs = self._drain(children, use_tqdm, on_update)
         except BaseException:
             self.engine.abort(children)
             while self.engine.has_work():
@@ -179,15 +211,21 @@ class LLM:
             raise
         return [_merge([outputs[i, n] for n in range(p.n)]) for i, p in enumerate(params)]
 
-    def _drain(self, children: Mapping[str, tuple[int, int]], use_tqdm: bool) -> dict[tuple[int, int], RequestOutput]:
+    def _drain(
+        self, children: Mapping[str, tuple[int, int]], use_tqdm: bool, on_update: OnUpdate | None
+    ) -> dict[tuple[int, int], RequestOutput]:
         outputs: dict[tuple[int, int], RequestOutput] = {}
         show = use_tqdm and sys.stderr.isatty()
         with tqdm(total=len(children), desc="Processed prompts", unit="req", disable=not show) as bar:
             tokens = 0
             while len(outputs) < len(children):
                 for update in self.engine.step():
+                    if update.request_id not in children:
+                        continue
                     tokens += len(update.token_ids)
-                    if update.output is not None and update.request_id in children:
+                    if on_update is not None:
+                        on_update(*children[update.request_id], update)
+                    if update.output is not None:
                         outputs[children[update.request_id]] = update.output
                         bar.update()
                         rate = tokens / max(bar.format_dict["elapsed"], 1e-9)
@@ -199,10 +237,8 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt (text, a mapping, or a list of ids) or a list of them."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    prompts = list(prompts)
-    if prompts and all(isinstance(p, int) for p in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return prompts  # type: ignore[return-value]
+    many: list[Any] = list(prompts)
+    return [many] if many and all(isinstance(p, int) for p in many) else many
 
 
 def _token_ids(ids: Any) -> list[int]:
@@ -225,6 +261,7 @@ def _merge(outputs: list[RequestOutput]) -> RequestOutput:
         completions.append(completion)
     metrics = first.metrics
     metrics.num_generation_tokens = sum(len(c.token_ids) for c in completions)
+    metrics.num_first_tokens = sum(o.metrics.num_first_tokens for o in outputs)
     metrics.last_token_time = max(o.metrics.last_token_time or 0.0 for o in outputs)
     metrics.finished_time = max(o.metrics.finished_time or 0.0 for o in outputs)
     metrics.speculative_decoding = None  # of one completion only; vLLM leaves it out, too

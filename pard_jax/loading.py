@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from pard_jax.config import EngineConfig, ModelConfig, SpeculativeConfig, extra_slots
 from pard_jax.config.model import MASK_TOKEN_KEYS
@@ -39,6 +40,64 @@ class Settings:
 
 
 @dataclasses.dataclass(frozen=True)
+class Parts:
+    """All that an engine is made of. Engines made of the same parts share the weights; each has caches of its own."""
+
+    settings: Settings
+    engine_config: EngineConfig
+    params: dict[str, Any]  # {"target": ..., "draft": ...}
+    speculative_slots: int
+    synthetic_rates: tuple[float, ...] | None
+    tokenizer: Tokenizer | None
+    eos_token_ids: tuple[int, ...]
+    mesh: Mesh
+
+    def build(self) -> Engine:
+        """An engine, its caches allocated and nothing compiled yet."""
+        settings = self.settings
+        return Engine(
+            settings.config,
+            settings.drafter,
+            self.params,
+            settings.plan,
+            num_rows=self.engine_config.max_num_seqs,
+            chunk_size=settings.chunk_size,
+            steps_per_dispatch=settings.steps_per_dispatch,
+            dtype=settings.dtype,
+            speculative_slots=self.speculative_slots,
+            tokenizer=self.tokenizer,
+            eos_token_ids=self.eos_token_ids,
+            seed=self.engine_config.seed,
+            synthetic_rates=self.synthetic_rates,
+            mesh=self.mesh,
+        )
+
+    def without_speculation(self) -> Parts:
+        """The same target, weights and lengths, for decoding one token a step."""
+        settings = self.settings
+        # Less is needed than was planned for, so this plan fits, whatever the device has left by now.
+        plan = plan_memory(
+            settings.config,
+            dataclasses.replace(
+                self.engine_config, max_model_len=settings.plan.max_model_len, gpu_memory_utilization=1.0
+            ),
+            Speculation(),
+            dtype=settings.dtype,
+            chunk_size=settings.chunk_size,
+            memory_bytes=settings.plan.budget_bytes,
+        )
+        return dataclasses.replace(
+            self,
+            settings=dataclasses.replace(
+                settings, draft_model=None, method="none", num_speculative_tokens=0, plan=plan, drafter=NoDrafter()
+            ),
+            params={"target": self.params["target"]},
+            speculative_slots=0,
+            synthetic_rates=None,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class Loaded:
     """An engine, and what its callers need beside it."""
 
@@ -46,6 +105,7 @@ class Loaded:
     settings: Settings
     tokenizer: Tokenizer | None
     sampling_defaults: dict[str, Any]  # of generation_config.json, by SamplingParams' names
+    parts: Parts  # what the engine is made of
 
 
 def load_engine(
@@ -55,10 +115,17 @@ def load_engine(
     *,
     revision: str | None = None,
     progress: bool = True,
+    tokenizer: Tokenizer | None = None,
 ) -> Loaded:
     """Build an engine.
 
     Everything that can be refused is refused before weights are read, and nothing is compiled here.
+
+    Args:
+        model: a checkpoint directory or a hub id.
+        revision: of a hub id.
+        progress: show progress bars on a terminal.
+        tokenizer: the model's, where the caller has loaded it already.
 
     Raises:
         FileNotFoundError, ValueError, NotImplementedError: see the rooms that raise them.
@@ -72,7 +139,9 @@ def load_engine(
         if speculative.model is not None:
             draft_directory = resolve_checkpoint(speculative.model, revision=speculative.revision, progress=progress)
             draft_config = ModelConfig.from_pretrained(draft_directory)
-    mesh = make_mesh(tp) if tp > 1 else None
+    # On one device, too: the caches are then bound to it as the weights are, and programs that have run once need not
+    # be compiled again for what they returned themselves.
+    mesh = make_mesh(tp)
     _check_divisible(tp, [m for m in (config, draft_config) if m is not None])
 
     on_cpu = jax.default_backend() == "cpu"
@@ -80,7 +149,8 @@ def load_engine(
     chunk_size = engine_config.prefill_chunk_size or (64 if on_cpu else 256)
     steps = engine_config.steps_per_dispatch or (1 if on_cpu else 8)
 
-    tokenizer = load_tokenizer(directory)
+    tokenizer = load_tokenizer(directory) if tokenizer is None else tokenizer
+    generation = load_generation_config(directory)
     shared_weights = draft_directory is not None and draft_directory.resolve() == directory.resolve()
     if draft_directory is not None and draft_config is not None and speculative is not None and not shared_weights:
         draft_tokenizer = load_tokenizer(draft_directory)
@@ -90,10 +160,16 @@ def load_engine(
     speculation = _speculation(speculative, None if shared_weights else draft_config)
     if shared_weights:
         speculation = dataclasses.replace(speculation, draft=config, shares_weights=True)
-    device = mesh.devices.flat[0] if mesh is not None else jax.devices()[0]
-    plan = plan_memory(
-        config, engine_config, speculation, dtype=dtype, chunk_size=chunk_size, memory_bytes=device_memory(device)
-    )
+    device = mesh.devices.flat[0]
+    memory = device_memory(device)
+    plan = plan_memory(config, engine_config, speculation, dtype=dtype, chunk_size=chunk_size, memory_bytes=memory)
+    if memory is None:
+        logger.warning(
+            "%s does not tell how much memory it has; max_model_len=%d with max_num_seqs=%d is taken to fit",
+            device.device_kind,
+            plan.max_model_len,
+            engine_config.max_num_seqs,
+        )
     drafter = make_drafter(speculative, config, draft_config, plan.max_model_len)
 
     params = {"target": load_params(directory, config, dtype=dtype, mesh=mesh, progress=progress)}
@@ -102,24 +178,6 @@ def load_engine(
     elif draft_directory is not None and draft_config is not None:
         params["draft"] = load_params(draft_directory, draft_config, dtype=dtype, mesh=mesh, progress=progress)
 
-    generation = load_generation_config(directory)
-    rates = None if speculative is None else speculative.conditional_acceptance_rates
-    engine = Engine(
-        config,
-        drafter,
-        params,
-        plan,
-        num_rows=engine_config.max_num_seqs,
-        chunk_size=chunk_size,
-        steps_per_dispatch=steps,
-        dtype=jnp.dtype(dtype),
-        speculative_slots=speculation.num_speculative_tokens + speculation.extra_slots,
-        tokenizer=tokenizer,
-        eos_token_ids=_eos_token_ids(tokenizer, config, generation["eos_token_id"]),
-        seed=engine_config.seed,
-        synthetic_rates=rates,
-        mesh=mesh,
-    )
     settings = Settings(
         model=directory,
         draft_model=draft_directory,
@@ -132,8 +190,18 @@ def load_engine(
         config=config,
         drafter=drafter,
     )
+    parts = Parts(
+        settings,
+        engine_config,
+        params,
+        speculative_slots=speculation.num_speculative_tokens + speculation.extra_slots,
+        synthetic_rates=None if speculative is None else speculative.conditional_acceptance_rates,
+        tokenizer=tokenizer,
+        eos_token_ids=_eos_token_ids(tokenizer, config, generation["eos_token_id"]),
+        mesh=mesh,
+    )
     defaults = {k: v for k, v in generation.items() if k != "eos_token_id"}
-    return Loaded(engine, settings, tokenizer, defaults)
+    return Loaded(parts.build(), settings, tokenizer, defaults, parts)
 
 
 def make_drafter(
@@ -196,11 +264,11 @@ def _speculation(speculative: SpeculativeConfig | None, draft: ModelConfig | Non
     )
 
 
-def _eos_token_ids(tokenizer: Tokenizer | None, config: ModelConfig, generation: list[int]) -> list[int]:
+def _eos_token_ids(tokenizer: Tokenizer | None, config: ModelConfig, generation: list[int]) -> tuple[int, ...]:
     """The primary id first: the tokenizer's, else the first that the configs name."""
     primary = tokenizer.eos_token_id if tokenizer is not None else None
     ids = [*([] if primary is None else [primary]), *generation, *(() if generation else config.eos_token_ids)]
-    return list(dict.fromkeys(ids))
+    return tuple(dict.fromkeys(ids))
 
 
 def _check_divisible(tp: int, configs: list[ModelConfig]) -> None:

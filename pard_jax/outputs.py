@@ -80,6 +80,7 @@ class RequestMetrics:
         last_token_time: its newest token was.
         finished_time: its output was complete.
         num_generation_tokens: tokens kept, over all of its completions.
+        num_first_tokens: of these, the ones known at first_token_time; a step yields several.
         speculative_decoding: acceptance; None without speculation and for n > 1.
     """
 
@@ -88,6 +89,7 @@ class RequestMetrics:
     last_token_time: float | None = None
     finished_time: float | None = None
     num_generation_tokens: int = 0
+    num_first_tokens: int = 0
     speculative_decoding: RequestSpecMetrics | None = None
 
     @property
@@ -102,10 +104,11 @@ class RequestMetrics:
 
     @property
     def time_per_output_token(self) -> float | None:
-        """Seconds a token after the first one; None before there are two."""
-        if self.first_token_time is None or self.last_token_time is None or self.num_generation_tokens < 2:
+        """Seconds a token after the first ones; None before there are any."""
+        later = self.num_generation_tokens - self.num_first_tokens
+        if self.first_token_time is None or self.last_token_time is None or later < 1:
             return None
-        return (self.last_token_time - self.first_token_time) / (self.num_generation_tokens - 1)
+        return (self.last_token_time - self.first_token_time) / later
 
     @property
     def tokens_per_second(self) -> float | None:

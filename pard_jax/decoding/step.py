@@ -69,7 +69,7 @@ def step(
         inputs = jnp.concatenate([last, jnp.maximum(drafts, 0)], axis=1)
         out = model(inputs, state.cache, state.cached, window=window, capture=drafter.target_layers)
         raw = model.logits(out.hidden)
-        if drafter.target_layers:
+        if out.features is not None:
             draft = drafter.observe(draft, out.features, state.cached, 0)
 
     with jax.named_scope("verify"):
@@ -144,8 +144,8 @@ class Programs:
         self.config, self.drafter = config, drafter
         self.chunk_size, self.max_steps = chunk_size, max_steps
         self._rates = synthetic_rates
-        pinned = {} if state_sharding is None else {"out_shardings": state_sharding}
-        decode_pinned = {} if state_sharding is None else {"out_shardings": (state_sharding, None)}
+        pinned: dict[str, Any] = {} if state_sharding is None else {"out_shardings": state_sharding}
+        decode_pinned: dict[str, Any] = {} if state_sharding is None else {"out_shardings": (state_sharding, None)}
         self.admit = jax.jit(self._admit, donate_argnums=0, **pinned)
         self.prefill = jax.jit(self._prefill, donate_argnums=1, static_argnames="window", **pinned)
         self.decode = jax.jit(self._decode, donate_argnums=1, static_argnames="window", **decode_pinned)
@@ -175,7 +175,7 @@ class Programs:
         chunk = lax.dynamic_slice(state.tokens, (index, start), (1, self.chunk_size))
         out = model(chunk, state.cache, start[None], window=window, first_row=index, capture=capture)
         draft = self.drafter.prefill(params.get("draft"), state.draft, chunk, index, start, count, window=window)
-        if capture:
+        if out.features is not None:
             draft = self.drafter.observe(draft, out.features, start[None], index)
         end = start + count
         return dataclasses.replace(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import threading
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -97,6 +98,10 @@ class Engine:
         self._eos = tuple(eos_token_ids)
         self._seeds = np.random.SeedSequence(seed)
         self._state = init_state(config, drafter, num_rows, plan.num_slots, dtype, mesh)
+        if mesh is None:
+            # Committed to a device (nothing is copied), as loaded weights are and as all results then are: JAX would
+            # compile a program once more for a state that is not.
+            self._state = jax.device_put(self._state, jax.tree.leaves(params)[0].sharding)
         sharding = None if mesh is None else jax.tree.map(lambda x: x.sharding, self._state)
         self._programs = Programs(
             config,
@@ -196,7 +201,9 @@ class Engine:
         Returns:
             The number of attention windows compiled for.
         """
-        longest = self.plan.window(self._reach(min(max_length or self.plan.max_model_len, self.plan.max_model_len)))
+        length = min(max_length or self.plan.max_model_len, self.plan.max_model_len)
+        prefilled = -(-length // self.chunk_size) * self.chunk_size  # a prompt is read in whole chunks
+        longest = self.plan.window(max(self._reach(length), prefilled))
         windows = [w for w in self.plan.windows if w <= longest]
         self._admit_row(0, np.zeros(self.plan.num_slots, np.int32), 3, SamplingParams(), 0, (), 3)
         for window in windows:
@@ -315,6 +322,7 @@ class Engine:
         wants_logprobs = any(s.request.params.logprobs is not None for s in live.values())
         logprobs = jax.device_get(out.logprobs) if wants_logprobs else None
         self.num_steps += int(steps)
+        now = time.monotonic()
         updates = []
         for index, slot in live.items():
             request = slot.request
@@ -327,7 +335,7 @@ class Engine:
                     fields = (logprobs.chosen, logprobs.rank, logprobs.top_ids, logprobs.top_values)
                     step_logprobs = StepLogprobs(*(f[i, index] for f in fields))
                 n = int(kept[i, index])
-                request.extend(tokens[i, index, :n], int(drafts[i, index]), int(accepted[i, index]), step_logprobs)
+                request.extend(tokens[i, index, :n], int(drafts[i, index]), int(accepted[i, index]), step_logprobs, now)
             if request.finished:
                 updates.append(self._retire(request))
             else:

@@ -40,7 +40,7 @@ class MemoryPlan:
     weight_bytes: int
     cache_bytes: int
     workspace_bytes: int
-    budget_bytes: int
+    budget_bytes: int | None  # None: the device does not tell what it has
 
     @property
     def total_bytes(self) -> int:
@@ -51,8 +51,11 @@ class MemoryPlan:
         return next(w for w in self.windows if w >= slots)
 
 
-def device_memory(device: jax.Device) -> int:  # pyright: ignore[reportInvalidTypeForm]
-    """Bytes that may be allocated on ``device``: its allocator's limit, or the host's free memory on a CPU."""
+def device_memory(device: jax.Device) -> int | None:  # pyright: ignore[reportInvalidTypeForm]
+    """Bytes that may be allocated on ``device``: its allocator's limit, or the host's free memory on a CPU.
+
+    None where the device does not tell.
+    """
     # Some TPU runtimes return None or raise; a CPU has no statistics.
     try:
         stats = device.memory_stats() or {}
@@ -60,12 +63,7 @@ def device_memory(device: jax.Device) -> int:  # pyright: ignore[reportInvalidTy
         stats = {}
     if limit := stats.get("bytes_limit"):
         return int(limit)
-    if device.platform == "cpu":
-        return int(psutil.virtual_memory().available)
-    raise RuntimeError(
-        f"{device.device_kind} does not tell how much memory it has; pass max_model_len and max_num_seqs, and "
-        "gpu_memory_utilization=1.0 to plan without a limit"
-    )
+    return int(psutil.virtual_memory().available) if device.platform == "cpu" else None
 
 
 def cache_bytes(config: ModelConfig, num_rows: int, num_slots: int, dtype: jnp.dtype) -> int:
@@ -80,13 +78,16 @@ def plan_memory(
     *,
     dtype,
     chunk_size: int,
-    memory_bytes: int,
+    memory_bytes: int | None,
 ) -> MemoryPlan:
     """Find out whether the configuration fits and, where no length was asked for, the longest one that does.
 
+    Args:
+        memory_bytes: of one device; None where it is not known: a length must be asked for, and is taken to fit.
+
     Raises:
         NotEnoughMemoryError: it does not fit; the message says what would.
-        ValueError: ``max_model_len`` beyond the model's own limit.
+        ValueError: ``max_model_len`` beyond the model's own limit, or missing where the memory is not known.
     """
     limit = target.max_position_embeddings
     if engine.max_model_len is not None and engine.max_model_len > limit:
@@ -95,6 +96,15 @@ def plan_memory(
             f"choose at most {limit}"
         )
     dtype = jnp.dtype(dtype)
+    if memory_bytes is None:
+        if engine.max_model_len is None:
+            raise ValueError(
+                "the device does not tell how much memory it has, so the longest sequence that fits is not known; pass "
+                "max_model_len (and max_num_seqs)"
+            )
+        return _plan(
+            target, engine, speculation, engine.max_model_len, engine.max_num_seqs, dtype, chunk_size, budget=None
+        )
     budget = int(memory_bytes * engine.gpu_memory_utilization)
 
     def plan(max_model_len: int, num_rows: int) -> MemoryPlan:
@@ -134,7 +144,7 @@ def _plan(
     num_rows: int,
     dtype: jnp.dtype,
     chunk_size: int,
-    budget: int,
+    budget: int | None,
 ) -> MemoryPlan:
     k = speculation.num_speculative_tokens
     num_slots = _round_up(_round_up(max_model_len, chunk_size) + k + speculation.extra_slots, _SLOT_MULTIPLE)

@@ -82,22 +82,30 @@ class Request:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
-    def extend(self, tokens: np.ndarray, num_drafts: int, num_accepted: int, logprobs: StepLogprobs | None) -> None:
-        """Take in what one step kept, in order, dropping what follows the token that ends the request."""
-        now = time.monotonic()
+    def extend(
+        self, tokens: np.ndarray, num_drafts: int, num_accepted: int, logprobs: StepLogprobs | None, now: float
+    ) -> None:
+        """Take in what one step kept, in order, dropping what follows the token that ends the request.
+
+        ``now``: when the host read it; equal for all steps of one dispatch.
+        """
         if self.metrics.first_token_time is None:
             self.metrics.first_token_time = now
         self.metrics.last_token_time = now
-        kept = 0
+        kept, end = 0, None
         for i, token in enumerate(tokens.tolist()):
             kept += 1
             self.token_ids.append(token)
             if self.logprobs is not None and logprobs is not None:
                 self.logprobs.append(self._logprob_entry(token, logprobs, i))
-            if self._ends_with(token):
+            if (end := self._end_at(token)) is not None:
                 break
         self.metrics.num_generation_tokens = len(self.token_ids)
+        if now == self.metrics.first_token_time:
+            self.metrics.num_first_tokens = len(self.token_ids)
         self.acceptance.observe(num_drafts, num_accepted, kept)
+        if end is not None:
+            self.finish(*end)
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
         """End the request; an abort comes here, too."""
@@ -141,20 +149,19 @@ class Request:
             metrics=self.metrics,
         )
 
-    def _ends_with(self, token: int) -> bool:
+    def _end_at(self, token: int) -> tuple[str, int | str | None] | None:
+        """(finish_reason, stop_reason) if the newest token is the last."""
         end = self.stop.check(token, len(self.token_ids), self.num_tokens)
         matched = self._detokenizer.append(token, None if end is None else end[0])
-        if matched is not None:
-            self.finish("stop", matched)
-        elif end is not None:
-            self.finish(*end)
-        return self.finished
+        return end if matched is None else ("stop", matched)
 
     def _logprob_entry(self, token: int, step: StepLogprobs, i: int) -> dict[int, Logprob]:
         """id -> Logprob: the chosen token first, then the n likeliest by rank."""
         entry = {token: Logprob(float(step.chosen[i]), int(step.rank[i]), self._decode(token))}
         for rank in range(self.params.logprobs or 0):
             top = int(step.top_ids[i, rank])
+            if top < 0:  # the vocabulary has no more
+                break
             entry.setdefault(top, Logprob(float(step.top_values[i, rank]), rank + 1, self._decode(top)))
         return entry
 

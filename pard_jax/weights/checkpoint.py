@@ -20,7 +20,7 @@ from pard_jax.weights.errors import CheckpointError, CheckpointNotFoundError
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPES = {"BF16": np.dtype(jnp.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
-_BLOCK_BYTES = 4 << 20  # of a file mapped at a time
+_BLOCK_BYTES = 1 << 20  # of a file mapped at a time
 
 
 @dataclasses.dataclass(frozen=True)

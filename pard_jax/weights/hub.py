@@ -38,6 +38,8 @@ def resolve_checkpoint(model: str | Path, *, revision: str | None = None, progre
         CheckpointNotFoundError: a path that does not exist or is a file; or a hub id that cannot be had: unknown,
             gated, or the hub is out of reach (``HF_HUB_OFFLINE`` or no network) and the local cache has no copy.
     """
+    if not str(model):
+        raise CheckpointNotFoundError("the model's name is empty; expected a checkpoint directory or a hub id")
     path = Path(model).expanduser()
     if path.is_dir():
         return path

@@ -22,7 +22,7 @@ from pard_jax.weights.errors import CheckpointError
 SUBDIRECTORY = "params"
 # Chunks are read as a whole, then copied to where they belong. Of this size and not compressed (weights hardly shrink),
 # each is mapped and unmapped by malloc; smaller ones stay in its arenas and count against the memory of the process.
-_CHUNK_BYTES = 64 << 20
+_CHUNK_BYTES = 32 << 20
 
 
 def is_orbax(directory: Path) -> bool:

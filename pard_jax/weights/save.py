@@ -27,21 +27,25 @@ def new_directory(target: str | Path, *, overwrite: bool = False) -> Iterator[Pa
     """A directory to fill that becomes ``target`` when the block ends, or else is removed.
 
     It lies beside ``target`` (``.NAME.partial-PID``), so that the last step is a rename: whenever a run is stopped,
-    ``target`` is either what it was or complete. Write ``config.json`` last (see :func:`write_json`), and what a
-    killed run leaves behind does not load either.
+    ``target`` is what it was, or absent, or complete. Write ``config.json`` last, and what a killed run leaves behind
+    does not load either.
 
     Raises:
         FileExistsError: ``target`` is a file, or a directory that is not empty and ``overwrite`` is not set.
+        OSError: ``target`` cannot be written to.
     """
-    target = Path(target).absolute()
+    target = Path(target).expanduser().absolute()
     if target.exists() and not target.is_dir():
         raise FileExistsError(f"{target} is a file; expected a directory to write to")
     if not overwrite and target.is_dir() and any(target.iterdir()):
-        raise FileExistsError(f"{target} exists and is not empty; choose another directory, or overwrite it")
-    target.parent.mkdir(parents=True, exist_ok=True)
+        raise FileExistsError(f"{target} exists and is not empty; choose another directory, or set overwrite")
     partial = target.parent / f".{target.name}.partial-{os.getpid()}"
-    shutil.rmtree(partial, ignore_errors=True)  # of a killed run that had the same process id
-    partial.mkdir()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)  # of a killed run that had the same process id
+        partial.mkdir()
+    except OSError as e:
+        raise type(e)(f"cannot write to {target}: {e.strerror}") from e
     try:
         yield partial
         if target.exists():

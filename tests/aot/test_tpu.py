@@ -1,4 +1,4 @@
-"""The step compiled for a real TPU by libtpu, on a machine that has none. Byte counts are the compiler's, not a run's."""
+"""The step compiled for a real TPU by libtpu, on a machine that has none. Byte counts are the compiler's."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,7 @@ from transformers.generation.logits_process import (
 
 from pard_jax.decoding import sampling
 from pard_jax.decoding.sampling import Role, SamplingState, mask_below_min_tokens, role_keys, sample, warp_logits
+from tests.helpers.blocks import settings
 from tests.helpers.jaxprs import COSTLY, SORTING, primitives
 from tests.helpers.statistics import assert_follows, chi_square
 
@@ -45,27 +48,20 @@ SETTINGS = [
 ]
 
 
-def settings(rows: list[tuple[float, int, float, float]], seeds: list[int] | None = None) -> SamplingState:
-    temperature, top_k, top_p, min_p = zip(*rows, strict=True)
-    return SamplingState(
-        temperature=jnp.array(temperature, jnp.float32),
-        top_k=jnp.array(top_k, jnp.int32),
-        top_p=jnp.array(top_p, jnp.float32),
-        min_p=jnp.array(min_p, jnp.float32),
-        seed=jnp.array(seeds or range(len(rows)), jnp.uint32),
-    )
+def of(rows: list[tuple[float, int, float, float]]) -> SamplingState:
+    temperature, top_k, top_p, min_p = map(np.array, zip(*rows, strict=True))
+    return settings(temperature, top_k=top_k, top_p=top_p, min_p=min_p)
 
 
 def hf_warped(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
     """``GenerationMixin``'s warpers in its order, each only where its setting asks for it."""
-    scores = TemperatureLogitsWarper(temperature)(None, torch.tensor(logits)) if temperature != 1 else logits
-    scores = torch.as_tensor(scores)
-    if top_k:
-        scores = TopKLogitsWarper(top_k)(None, scores)
-    if top_p < 1:
-        scores = TopPLogitsWarper(top_p)(None, scores)
-    if min_p:
-        scores = MinPLogitsWarper(min_p)(None, scores)
+    warpers: list[Any] = [TemperatureLogitsWarper(temperature)] if temperature != 1 else []
+    warpers += [TopKLogitsWarper(top_k)] if top_k else []
+    warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
+    warpers += [MinPLogitsWarper(min_p)] if min_p else []
+    scores = torch.tensor(logits)
+    for warper in warpers:
+        scores = warper(None, scores)
     return scores.numpy()
 
 
@@ -77,7 +73,7 @@ def test_warp_equals_hf_in_one_batch_of_all_settings(vocab: int, masked: bool) -
     if masked:
         logits[rng.random(logits.shape) < 0.3] = -np.inf
         logits[:, :, 3] = 1.0  # no row is masked whole
-    ours = np.asarray(warp(jnp.asarray(logits), settings(SETTINGS)))
+    ours = np.asarray(warp(jnp.asarray(logits), of(SETTINGS)))
     for row, setting in enumerate(SETTINGS):
         theirs = hf_warped(logits[row], *setting)
         np.testing.assert_array_equal(np.isfinite(ours[row]), np.isfinite(theirs), err_msg=str(setting))
@@ -87,7 +83,7 @@ def test_warp_equals_hf_in_one_batch_of_all_settings(vocab: int, masked: bool) -
 def test_order_matters_for_top_p() -> None:
     """Temperature comes first: the nucleus of the flattened distribution is larger."""
     logits = np.log(np.array([0.6, 0.3, 0.1], np.float32))[None, None]
-    kept = np.isfinite(np.asarray(warp(jnp.asarray(logits), settings([(4.0, 0, 0.59, 0.0)]))))
+    kept = np.isfinite(np.asarray(warp(jnp.asarray(logits), of([(4.0, 0, 0.59, 0.0)]))))
     assert kept.tolist() == [[[True, True, False]]]
 
 
@@ -105,7 +101,7 @@ def test_ties_are_kept_together(levels: int) -> None:
         p /= p.sum()
         if top_p < 1:
             kept &= np.array([p[values > v].sum() < top_p for v in values])
-        ours = np.asarray(warp(jnp.asarray(logits), settings([(1.0, top_k, top_p, 0.0)])))[0, 0]
+        ours = np.asarray(warp(jnp.asarray(logits), of([(1.0, top_k, top_p, 0.0)])))[0, 0]
         np.testing.assert_array_equal(np.isfinite(ours), kept, err_msg=f"{top_k=} {top_p=}")
 
 
@@ -116,16 +112,14 @@ def test_the_kth_largest_is_exact_over_the_whole_float_range() -> None:
     logits = np.where(np.abs(np.nan_to_num(logits, nan=1.0, posinf=2.0, neginf=-2.0)) < 1e-37, 0.5, logits)
     logits = np.where(np.isfinite(logits), logits, np.float32(-0.0))
     for k in (1, 2, 100, 499):
-        ours = np.asarray(warp(jnp.asarray(logits), settings([(1.0, k, 1.0, 0.0)])))
+        ours = np.asarray(warp(jnp.asarray(logits), of([(1.0, k, 1.0, 0.0)])))
         kth = np.sort(logits, axis=-1)[:, :, -k, None]
         np.testing.assert_array_equal(ours, np.where(logits >= kth, logits, -np.inf))
 
 
 def test_zeros_of_both_signs_tie() -> None:
     logits = jnp.array([[[0.0, -0.0, -1.0, 0.0]]], jnp.float32)
-    assert np.isfinite(np.asarray(warp(logits, settings([(1.0, 1, 1.0, 0.0)])))).tolist() == [
-        [[True, True, False, True]]
-    ]
+    assert np.isfinite(np.asarray(warp(logits, of([(1.0, 1, 1.0, 0.0)])))).tolist() == [[[True, True, False, True]]]
 
 
 def test_rows_that_do_not_ask_are_left_exactly_as_they_are() -> None:
@@ -133,7 +127,7 @@ def test_rows_that_do_not_ask_are_left_exactly_as_they_are() -> None:
     logits = rng.normal(0, 3, (4, 2, 50)).astype(np.float32)
     logits[0, 0, :3] = -np.inf
     rows = [(1.0, 0, 1.0, 0.0), (0.0, 3, 0.1, 0.9), (1e-6, 0, 0.5, 0.0), (0.7, 5, 0.9, 0.1)]
-    ours = np.asarray(warp(jnp.asarray(logits), settings(rows)))
+    ours = np.asarray(warp(jnp.asarray(logits), of(rows)))
     np.testing.assert_array_equal(ours[:3], logits[:3])  # no filter at temperature 1; greedy rows whatever they say
     assert np.isfinite(ours[3]).sum(axis=-1).max() <= 5
 
@@ -141,20 +135,20 @@ def test_rows_that_do_not_ask_are_left_exactly_as_they_are() -> None:
 @pytest.mark.parametrize("value", [-np.inf, np.nan])
 def test_a_row_without_any_token_stays_one(value: float) -> None:
     logits = jnp.full((len(SETTINGS), 1, 9), value, jnp.float32)
-    np.testing.assert_array_equal(np.asarray(warp(logits, settings(SETTINGS))), np.asarray(logits))
+    np.testing.assert_array_equal(np.asarray(warp(logits, of(SETTINGS))), np.asarray(logits))
 
 
 def test_warping_a_row_alone_and_in_a_batch_is_the_same() -> None:
     logits = np.random.default_rng(2).normal(0, 4, (len(SETTINGS), 2, 300)).astype(np.float32)
-    whole = np.asarray(warp(jnp.asarray(logits), settings(SETTINGS)))
+    whole = np.asarray(warp(jnp.asarray(logits), of(SETTINGS)))
     for row, setting in enumerate(SETTINGS):
         np.testing.assert_array_equal(
-            np.asarray(warp(jnp.asarray(logits[row : row + 1]), settings([setting])))[0], whole[row]
+            np.asarray(warp(jnp.asarray(logits[row : row + 1]), of([setting])))[0], whole[row]
         )
 
 
 def test_nothing_is_sorted_and_nothing_is_paid_unasked() -> None:
-    logits, state = jnp.zeros((2, 3, 64)), settings(SETTINGS[:2])
+    logits, state = jnp.zeros((2, 3, 64)), of(SETTINGS[:2])
     assert not primitives(warp_logits, logits, state) & SORTING
     assert "scan" in primitives(warp_logits, logits, state)  # the bisection
     assert not primitives(warp_logits, logits, state, into_cond=False) & COSTLY
@@ -168,8 +162,8 @@ def test_nothing_is_sorted_and_nothing_is_paid_unasked() -> None:
 def test_settings_compile_once() -> None:
     function = jax.jit(lambda logits, state: warp_logits(logits, state))
     for setting in SETTINGS:
-        function(jnp.ones((1, 2, 32)), settings([setting]))
-    assert function._cache_size() == 1
+        function(jnp.ones((1, 2, 32)), of([setting]))
+    assert function._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_role_keys_are_the_stated_folds() -> None:
@@ -241,6 +235,15 @@ def test_ties_of_the_winner_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_lone_token_always_wins() -> None:
     logits = jnp.full((5000, 40), -jnp.inf).at[:, 17].set(-80.0)
     assert (np.asarray(draw(logits, keys_of(5000))) == 17).all()
+
+
+@pytest.mark.parametrize("extreme", [0, 2**32 - 1])
+def test_the_noise_is_finite(extreme: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even the rarest random bits leave a lone token ahead of the -inf of the others, and an even choice finite."""
+    monkeypatch.setattr(jax.random, "bits", lambda key, shape, dtype: jnp.full(shape, extreme, dtype))
+    lone = jnp.full((1, 40), -jnp.inf).at[:, 17].set(-80.0)
+    assert sample(lone, keys_of(1)).tolist() == [17]
+    assert sample(jnp.zeros((1, 40)).at[:, 9].set(1e-3), keys_of(1)).tolist() == [9]
 
 
 @pytest.mark.parametrize("value", [-np.inf, np.nan])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -42,7 +43,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return e / e.sum(axis=-1, keepdims=True)
 
 
-def repeat(values: np.ndarray, batch: int) -> jax.Array:
+def repeat(values: np.ndarray | Sequence[np.ndarray], batch: int) -> jax.Array:
     """The same float32 values in every row."""
     return jnp.asarray(np.broadcast_to(np.asarray(values, np.float32), (batch, *np.shape(values))))
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import numpy.typing as npt
 
 
-def chi_square(ids: np.ndarray, probs: np.ndarray) -> tuple[float, float]:
+def chi_square(ids: npt.ArrayLike, probs: np.ndarray) -> tuple[float, float]:
     """Pearson's statistic of ``ids`` [n] against ``probs`` [V], and the threshold it must stay below.
 
     Bins that expect fewer than 5 are merged into one. The threshold, df + 10 * sqrt(2 df), lies 10 standard deviations
     above the mean: a right sampler never reaches it, a biased one passes it as n grows.
     """
+    ids = np.asarray(ids)
     assert ids.size, "no samples"
     assert ids.min() >= 0 and ids.max() < probs.size, f"ids out of range: {ids.min()}..{ids.max()}"
     probs = probs.astype(np.float64) / probs.astype(np.float64).sum()
@@ -27,7 +29,7 @@ def chi_square(ids: np.ndarray, probs: np.ndarray) -> tuple[float, float]:
     return float(((observed - expected) ** 2 / expected).sum()), df + 10 * math.sqrt(2 * df)
 
 
-def assert_follows(ids: np.ndarray, probs: np.ndarray, what: str = "sample") -> None:
+def assert_follows(ids: npt.ArrayLike, probs: np.ndarray, what: str = "sample") -> None:
     """Asserts that ``ids`` are plausible draws from ``probs``."""
     statistic, threshold = chi_square(ids, probs)
-    assert statistic < threshold, f"{what}: chi-square {statistic:.1f}, threshold {threshold:.1f}, n = {ids.size}"
+    assert statistic < threshold, f"{what}: chi-square {statistic:.1f}, threshold {threshold:.1f}, n = {np.size(ids)}"

@@ -13,6 +13,7 @@ from pard_jax.config.model import ModelConfig
 from pard_jax.decoding.drafters.protocol import DraftContext, Drafter, Proposal
 from pard_jax.decoding.sampling import Role, first_argmax, role_keys, sample, warp_logits
 from pard_jax.models import KVCache, bind
+from pard_jax.models.sharding import replicated
 from pard_jax.pytree import pytree
 
 
@@ -36,7 +37,9 @@ class ModelDrafter(Drafter):
     def init(self, num_rows: int, num_slots: int, dtype: Any, mesh: Any = None) -> DraftState:
         c = self.config
         shape = (c.num_layers, num_rows, c.num_kv_heads, num_slots, c.head_dim)
-        return DraftState(KVCache.zeros(shape, dtype, mesh), jnp.zeros((num_rows,), jnp.int32))
+        # Placed on the mesh like all of the state: a program cannot return arrays of both one device and several.
+        device = None if mesh is None else replicated(mesh)
+        return DraftState(KVCache.zeros(shape, dtype, mesh), jnp.zeros((num_rows,), jnp.int32, device=device))
 
     def admit(self, state: DraftState, row: Int[Array, ""]) -> DraftState:
         return dataclasses.replace(state, cached=state.cached.at[row].set(0))

@@ -68,7 +68,7 @@ class Drafter(abc.ABC):
     def observe(
         self, state: Any, features: Float[Array, "G R T D"], starts: Int[Array, "R"], first_row: Int[Array, ""] | int
     ) -> Any:
-        """See a pass of the target: ``features`` of tokens at positions ``starts..starts+T`` of rows from ``first_row``.
+        """See the target's ``features`` of tokens at positions ``starts..starts+T`` of rows from ``first_row`` on.
 
         Called after every prefill chunk and every verification, if ``target_layers`` is not empty. Tokens behind a
         row's length were rejected or padding.

@@ -46,7 +46,7 @@ class SequentialDrafter(ModelDrafter):
         positions = context.length[None, :] + jnp.arange(k - 1, dtype=jnp.int32)[:, None]
         (_, cache), (tokens, more) = lax.scan(draft, (token, out.cache), positions)
         tokens = jnp.concatenate([token, tokens[:, :, 0].T], axis=1)
-        if probs is not None:
+        if probs is not None and more is not None:
             probs = jnp.concatenate([probs, more[:, :, 0].swapaxes(0, 1)], axis=1)
         cached = jnp.where(context.active, context.length + k - 1, state.cached)
         return self._proposal(tokens, probs, context), DraftState(cache, cached)

@@ -1,0 +1,247 @@
+"""What the command lines share: the flags of a model, its speculation, its engine and its sampling; and how they fail.
+
+Every error is one line on stderr and exit status 2. A traceback means a fault in the project.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from pard_jax.config import EngineConfig, SpeculativeConfig
+from pard_jax.config.engine import DTYPES
+from pard_jax.sampling_params import SamplingParams
+
+# Flags that say in part what --speculative-config says in whole; None where they were not given.
+_SPECULATION_FLAGS = {
+    "draft_model": "--draft-model",
+    "draft_revision": "--draft-revision",
+    "num_speculative_tokens": "-k/--num-speculative-tokens",
+    "method": "--method",
+    "mask_token_id": "--mask-token-id",
+    "draft_sample_method": "--draft-sample-method",
+    "prompt_lookup_max": "--prompt-lookup-max",
+    "prompt_lookup_min": "--prompt-lookup-min",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are exceptions, for :func:`run_command` to report."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the error.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(f"{message} (see {self.prog} --help)")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """``--model``, ``--revision``, ``--dtype``, ``--tensor-parallel-size``."""
+    group = parser.add_argument_group("model")
+    add = group.add_argument
+    add("--model", required=True, metavar="MODEL", help="checkpoint directory (Hugging Face or Orbax), or hub id")
+    add("--revision", help="branch, tag or commit of a hub id")
+    add("--dtype", default="auto", metavar="DTYPE",
+        help=f"{', '.join(DTYPES)}; auto is float32 on a CPU, bfloat16 elsewhere")  # fmt: skip
+    add("-tp", "--tensor-parallel-size", type=int, default=1, metavar="N", help="devices that share the model")
+
+
+def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that :func:`speculative_config` reads."""
+    group = parser.add_argument_group("speculation", "by flags, or as vLLM's JSON; without either, plain decoding")
+    add = group.add_argument
+    add("--draft-model", metavar="MODEL", help="checkpoint directory or hub id of the draft")
+    add("--draft-revision", metavar="REVISION", help="branch, tag or commit of the draft's hub id")
+    add("-k", "--num-speculative-tokens", type=int, metavar="K", help="tokens drafted a step, 1 to 128")
+    add("--method", choices=("pard", "draft_model", "ngram", "none"),
+        help="pard: one draft pass for all K; draft_model: one pass a token; ngram: look the prompt up, no draft model "
+        "(default: pard with a draft model, ngram with -k alone, else none)")  # fmt: skip
+    add("--mask-token-id", type=int, metavar="ID", help="pard: the mask id, where the draft's config.json names none")
+    add("--draft-sample-method", choices=("greedy", "probabilistic"),
+        help="drafts are the likeliest tokens, or sampled (default: greedy)")  # fmt: skip
+    add("--prompt-lookup-max", type=int, metavar="N", help="ngram: longest n-gram to look up (default: 5)")
+    add("--prompt-lookup-min", type=int, metavar="N", help="ngram: shortest n-gram to look up (default: the longest)")
+    add("--speculative-config", metavar="JSON", help="all of this as one JSON object with vLLM's keys")
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser, *, max_model_len: str, max_num_seqs: str) -> None:
+    """The flags that :func:`engine_config` reads; the two texts say what the command's defaults are."""
+    add = parser.add_argument_group("engine").add_argument
+    add("--max-model-len", type=int, metavar="N", help=f"tokens of a prompt and its output (default: {max_model_len})")
+    add("--max-num-seqs", type=int, metavar="N", help=f"requests that run at once (default: {max_num_seqs})")
+    add("--gpu-memory-utilization", type=float, default=0.9, metavar="X",
+        help="share of the device's memory to plan for (default: 0.9)")  # fmt: skip
+    add("--prefill-chunk-size", type=int, metavar="N",
+        help="prompt tokens a pass (default: 64 on a CPU, 256 elsewhere)")  # fmt: skip
+    add("--steps-per-dispatch", type=int, metavar="N",
+        help="speculative steps between two looks of the host (default: 1 on a CPU, 8 elsewhere)")  # fmt: skip
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that :func:`sampling_params` reads, by vLLM's names."""
+    group = parser.add_argument_group(
+        "sampling", "greedy unless a temperature is given; the model's generation_config.json sets no defaults here"
+    )
+    add = group.add_argument
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy; at most 2 (default: 0)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="in (0, 1] (default: 1, off)")
+    add("--top-k", type=int, default=0, metavar="N", help="0 or -1 is off (default: 0)")
+    add("--min-p", type=float, default=0.0, metavar="P", help="in [0, 1], relative to the likeliest (default: 0, off)")
+    add("--seed", type=int, help="of every prompt's samples (default: one a prompt, the same in every run)")
+    add("--n", type=int, default=1, help="completions a prompt; more than 1 needs a temperature (default: 1)")
+    add("--max-tokens", type=int, default=128, metavar="N", help="tokens to generate at most (default: 128)")
+    add("--min-tokens", type=int, default=0, metavar="N", help="tokens before anything may end it (default: 0)")
+    add("--ignore-eos", action="store_true", help="go on past the end-of-sequence token")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
+    add("--stop-token-ids", type=int, nargs="+", default=[], metavar="ID", help="end at these tokens")
+    add("--include-stop-str-in-output", action="store_true", help="end after the stop text, not before it")
+    add("--skip-special-tokens", action=argparse.BooleanOptionalAction, default=True,
+        help="leave special tokens out of the text (default: leave them out)")  # fmt: skip
+    add("--logprobs", type=int, metavar="N", help="log-probabilities of each token and of the N likeliest, 0 to 20")
+
+
+def speculative_config(args: argparse.Namespace) -> SpeculativeConfig | None:
+    """What the speculation flags ask for; None for plain decoding.
+
+    Raises:
+        ValueError, NotImplementedError: flags that contradict one another, or see :class:`SpeculativeConfig`.
+    """
+    given = {name: flag for name, flag in _SPECULATION_FLAGS.items() if getattr(args, name) is not None}
+    if args.speculative_config is not None:
+        if given:
+            raise ValueError(
+                f"--speculative-config contradicts {', '.join(given.values())}; use the JSON or the flags, not both"
+            )
+        try:
+            return SpeculativeConfig.from_dict(json.loads(args.speculative_config))
+        except json.JSONDecodeError as e:
+            raise ValueError(f"--speculative-config is not valid JSON: {e}") from None
+    drafts = "pard" if args.draft_model is not None else "ngram" if args.num_speculative_tokens is not None else "none"
+    method = args.method or drafts
+    if method == "none":
+        if others := [flag for name, flag in given.items() if name != "method"]:
+            why = "--method none drafts nothing" if args.method else "neither --draft-model nor --method was given"
+            raise ValueError(f"{why}, so {', '.join(others)} cannot be used")
+        return None
+    if method != "ngram" and args.draft_model is None:
+        raise ValueError(f"--method {method} needs a draft: name its checkpoint with --draft-model")
+    if args.num_speculative_tokens is None:
+        raise ValueError(f"method {method} needs -k/--num-speculative-tokens, the number of tokens to draft a step")
+    keys = {
+        "model": args.draft_model,
+        "method": "draft_model" if method == "pard" else method,
+        "parallel_drafting": method == "pard",
+        "num_speculative_tokens": args.num_speculative_tokens,
+        "revision": args.draft_revision,
+        "mask_token_id": args.mask_token_id,
+        "draft_sample_method": args.draft_sample_method,
+        "prompt_lookup_max": args.prompt_lookup_max,
+        "prompt_lookup_min": args.prompt_lookup_min,
+    }
+    return SpeculativeConfig.from_dict(keys)
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """What the model and engine flags ask for; ``max_num_seqs`` falls back to the engine's own default.
+
+    Raises:
+        ValueError: see :class:`EngineConfig`.
+    """
+    rows = {} if args.max_num_seqs is None else {"max_num_seqs": args.max_num_seqs}
+    return EngineConfig(
+        max_model_len=args.max_model_len,
+        dtype=args.dtype,
+        tensor_parallel_size=args.tensor_parallel_size,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        prefill_chunk_size=args.prefill_chunk_size,
+        steps_per_dispatch=args.steps_per_dispatch,
+        **rows,
+    )
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """What the sampling flags ask for.
+
+    Raises:
+        ValueError: see :class:`SamplingParams`.
+    """
+    return SamplingParams(
+        n=args.n,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        seed=args.seed,
+        max_tokens=args.max_tokens,
+        min_tokens=args.min_tokens,
+        ignore_eos=args.ignore_eos,
+        stop=args.stop,
+        stop_token_ids=args.stop_token_ids,
+        include_stop_str_in_output=args.include_stop_str_in_output,
+        skip_special_tokens=args.skip_special_tokens,
+        logprobs=args.logprobs,
+    )
+
+
+def run_command(command: Callable[[], None]) -> int:
+    """Run a command line to its exit status.
+
+    Returns:
+        0; 2 after an error, said in one line on stderr; 130 after Ctrl-C; 141 where nobody reads stdout any more, as
+        of a program that SIGPIPE ends.
+
+    Raises:
+        Exception: any other, which is a fault of the project: with its traceback.
+    """
+    # Without PyTorch, transformers advises to install it; tokenizers need none.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    try:
+        command()
+        sys.stdout.flush()
+    except SystemExit as e:  # --help and --version
+        return int(e.code or 0)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        _discard_stdout()
+        return 141
+    except (ValueError, NotImplementedError, OSError) as e:
+        return _fail(_message(e))
+    except (RuntimeError, MemoryError) as e:
+        if not isinstance(e, MemoryError) and "RESOURCE_EXHAUSTED" not in str(e):
+            raise
+        return _fail(
+            f"out of memory ({_message(e)}); lower --max-num-seqs, --max-model-len or --gpu-memory-utilization, or "
+            "share the model among more devices with --tensor-parallel-size"
+        )
+    return 0
+
+
+def _fail(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 2
+
+
+def _message(error: BaseException) -> str:
+    """The error in one line."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _discard_stdout() -> None:
+    """Keep Python from complaining, as it exits, that it cannot write what is still in stdout's buffer."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError:  # a stdout that is no file
+        return

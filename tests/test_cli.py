@@ -1,0 +1,120 @@
+"""The flags that the command lines share."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from pard_jax import SamplingParams, SpeculativeConfig, cli
+from pard_jax.config import EngineConfig
+
+
+def parse(*argv: str) -> argparse.Namespace:
+    parser = cli.Parser(prog="test")
+    cli.add_model_arguments(parser)
+    cli.add_speculation_arguments(parser)
+    cli.add_sampling_arguments(parser)
+    cli.add_engine_arguments(parser, max_model_len="-", max_num_seqs="-")
+    return parser.parse_args(["--model", "m", *argv])
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("", None),
+        ("--method none", None),
+        ("-k 4", {"method": "ngram", "num_speculative_tokens": 4}),
+        (
+            "-k 4 --prompt-lookup-max 3 --prompt-lookup-min 2",
+            {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 2},
+        ),
+        (
+            "--draft-model d -k 4",
+            {"method": "draft_model", "model": "d", "num_speculative_tokens": 4, "parallel_drafting": True},
+        ),
+        (
+            "--draft-model d --num-speculative-tokens 4 --method draft_model --draft-sample-method probabilistic",
+            {"model": "d", "num_speculative_tokens": 4, "draft_sample_method": "probabilistic"},
+        ),
+        (
+            "--draft-model d --draft-revision r -k 4 --method pard --mask-token-id 7",
+            {"model": "d", "revision": "r", "num_speculative_tokens": 4, "parallel_drafting": True, "mask_token_id": 7},
+        ),
+        ('--speculative-config {"method":"ngram","num_speculative_tokens":4}',
+         {"method": "ngram", "num_speculative_tokens": 4}),
+    ],
+)  # fmt: skip
+def test_speculation(argv: str, expected: dict | None) -> None:
+    config = cli.speculative_config(parse(*argv.split()))
+    assert config == (None if expected is None else SpeculativeConfig.from_dict(expected))
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("--mask-token-id 3", "neither --draft-model nor --method was given, so --mask-token-id"),
+        ("--prompt-lookup-max 3", "neither --draft-model nor --method was given, so --prompt-lookup-max"),
+        ("--method ngram", "needs -k"),
+        ("--method draft_model -k 2", "--method draft_model needs a draft"),
+        ("-k 2 --mask-token-id 3", "mask_token_id=3 describes a draft model"),
+        ("--draft-model d -k 2 --prompt-lookup-max 3", "belong to method 'ngram'"),
+        ("--draft-model d -k 2 --method draft_model --mask-token-id 3", "a sequential draft has no use for it"),
+        ("--method eagle", "invalid choice: 'eagle'"),
+    ],
+)
+def test_speculation_refused(argv: str, expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        cli.speculative_config(parse(*argv.split()))
+
+
+def test_sampling() -> None:
+    assert cli.sampling_params(parse()) == SamplingParams(temperature=0.0, max_tokens=128)
+    argv = (
+        "--temperature 0.7 --top-p 0.9 --top-k 20 --min-p 0.1 --seed 3 --n 2 --max-tokens 9 --min-tokens 2 "
+        "--ignore-eos --stop a --stop b --stop-token-ids 5 6 --include-stop-str-in-output "
+        "--no-skip-special-tokens --logprobs 4"
+    )
+    assert cli.sampling_params(parse(*argv.split())) == SamplingParams(
+        temperature=0.7, top_p=0.9, top_k=20, min_p=0.1, seed=3, n=2, max_tokens=9, min_tokens=2, ignore_eos=True,
+        stop=["a", "b"], stop_token_ids=[5, 6], include_stop_str_in_output=True, skip_special_tokens=False, logprobs=4,
+    )  # fmt: skip
+
+
+def test_engine() -> None:
+    assert cli.engine_config(parse()) == EngineConfig()
+    argv = (
+        "--dtype bf16 -tp 2 --max-model-len 100 --max-num-seqs 3 --gpu-memory-utilization 0.5 --prefill-chunk-size 32 "
+        "--steps-per-dispatch 4"
+    )
+    assert cli.engine_config(parse(*argv.split())) == EngineConfig(
+        dtype="bfloat16", tensor_parallel_size=2, max_model_len=100, max_num_seqs=3, gpu_memory_utilization=0.5,
+        prefill_chunk_size=32, steps_per_dispatch=4,
+    )  # fmt: skip
+
+
+def test_flags_are_not_abbreviated() -> None:
+    with pytest.raises(ValueError, match=r"unrecognized arguments: --temp 1 \(see test --help\)"):
+        parse("--temp", "1")
+
+
+def test_exit_status(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(error: BaseException) -> tuple[int, str]:
+        def command() -> None:
+            raise error
+
+        status = cli.run_command(command)
+        return status, capsys.readouterr().err
+
+    assert cli.run_command(lambda: None) == 0
+    assert fail(ValueError("two\n  lines")) == (2, "error: two lines\n")
+    assert fail(NotImplementedError("not yet")) == (2, "error: not yet\n")
+    assert fail(PermissionError(13, "Permission denied", "some/file")) == (2, "error: some/file: Permission denied\n")
+    assert fail(FileNotFoundError("no such model")) == (2, "error: no such model\n")
+    status, message = fail(MemoryError())
+    assert status == 2 and message.startswith("error: out of memory (MemoryError); lower --max-num-seqs")
+    assert fail(SystemExit(0)) == (0, "")
+    assert fail(KeyboardInterrupt()) == (130, "\ninterrupted\n")
+    assert fail(BrokenPipeError()) == (141, "")
+    with pytest.raises(TypeError):
+        fail(TypeError("a fault"))
