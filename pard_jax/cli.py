@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 from pard_jax.config import EngineConfig, SpeculativeConfig
@@ -190,6 +191,35 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
         skip_special_tokens=args.skip_special_tokens,
         logprobs=args.logprobs,
     )
+
+
+def check_writable(path: Path) -> None:
+    """Refuse an output file that cannot be written, by beginning to.
+
+    Raises:
+        OSError: it cannot.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(f"--output {path} is a directory; name a file")
+    if not path.absolute().parent.is_dir():
+        raise FileNotFoundError(f"--output {path}: there is no directory {path.absolute().parent}")
+    beside = _beside(path)
+    beside.touch()
+    beside.unlink()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that appears whole or not at all."""
+    beside = _beside(path)
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _beside(path: Path) -> Path:
+    return path.absolute().with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 def run_command(command: Callable[[], None]) -> int:

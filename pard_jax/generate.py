@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -96,7 +95,7 @@ def _generate(args: argparse.Namespace) -> None:
     cli.engine_config(args)
     prompts = read_prompts(args.texts, args.prompts, args.limit)
     if args.output is not None:
-        _check_writable(Path(args.output))
+        cli.check_writable(Path(args.output))
 
     llm, encoded = _load(args, prompts, params, speculation)
     # Every completion is a request of its own, so that each has times and acceptance of its own.
@@ -127,7 +126,8 @@ def _generate(args: argparse.Namespace) -> None:
         )
         lines.append(json.dumps(record) + "\n")
     if args.output is not None:
-        _write(Path(args.output), lines)
+        cli.write_whole(Path(args.output), "".join(lines))
+        _say(f"wrote        {args.output}")
     if args.json:
         sys.stdout.writelines(lines)
 
@@ -257,35 +257,6 @@ class TextPrinter:
             self._current, self._opened = at + 1, False
         if self._stream:
             sys.stdout.flush()
-
-
-def _check_writable(path: Path) -> None:
-    """Refuse an output file that cannot be written, by beginning to.
-
-    Raises:
-        OSError: it cannot.
-    """
-    if path.is_dir():
-        raise IsADirectoryError(f"--output {path} is a directory; name a file")
-    if not path.absolute().parent.is_dir():
-        raise FileNotFoundError(f"--output {path}: there is no directory {path.absolute().parent}")
-    beside = _beside(path)
-    beside.touch()
-    beside.unlink()
-
-
-def _write(path: Path, lines: Sequence[str]) -> None:
-    beside = _beside(path)
-    try:
-        beside.write_text("".join(lines), encoding="utf-8")
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
-    _say(f"wrote        {path}")
-
-
-def _beside(path: Path) -> Path:
-    return path.absolute().with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 def _say(line: str) -> None:

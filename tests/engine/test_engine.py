@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pard_jax.decoding.drafters import NoDrafter, SequentialDrafter
+from pard_jax.decoding.drafters import NoDrafter
 from pard_jax.decoding.state import MAX_STOP_TOKEN_IDS
 from pard_jax.engine.engine import Engine
 from pard_jax.engine.memory import Speculation
@@ -227,6 +227,18 @@ def test_abort_a_decoding_request(engine):
     assert engine.step() == [] and not engine.has_work()
 
 
+def test_what_the_host_ends_the_device_ends_too(engine):
+    """A stop string or an abort is the host's to see; the row then computes nothing more."""
+    submit(engine, {"x": ("a", params_of_request(max_tokens=380, stop="cd"))})
+    submit(engine, {"y": ("A", params_of_request(max_tokens=380)), "z": ("0", params_of_request(max_tokens=90))})
+    engine.step()
+    engine.abort(["y"])
+    outputs = drain(engine)
+    assert [outputs[i].outputs[0].finish_reason for i in "xyz"] == ["stop", "abort", "length"]
+    assert not np.asarray(engine._state.active).any()
+    assert np.asarray(engine._state.length).max() < 200
+
+
 def test_other_threads_add_and_abort(engine):
     """Two threads hand requests over, and abort some, while this one steps."""
     started, failures = threading.Event(), []
@@ -418,21 +430,19 @@ TARGET = random_params(CONFIG, 0)
 
 @pytest.fixture(scope="module")
 def windowed() -> Engine:
-    """A model that drafts for itself, so that rows grow by whole blocks, with three attention windows.
+    """A random model with three attention windows, and no spare slots that would hide one that is too short.
 
     The weights are committed to a device, as loaded ones are.
     """
-    drafter = SequentialDrafter(num_speculative_tokens=3, config=CONFIG, target_vocab_size=64, max_model_len=203)
     engine = Engine(
         CONFIG,
-        drafter,
-        jax.device_put({"target": TARGET, "draft": TARGET}, jax.devices()[0]),
-        plan_for(CONFIG, Speculation(3, 1, CONFIG), 200, 3, chunk_size=100, smallest_window=64),
+        NoDrafter(),
+        jax.device_put({"target": TARGET}, jax.devices()[0]),
+        plan_for(CONFIG, Speculation(), 200, 3, chunk_size=100, smallest_window=64),
         num_rows=3,
         chunk_size=100,
-        steps_per_dispatch=2,
+        steps_per_dispatch=4,
         dtype=jnp.float32,
-        speculative_slots=4,
     )
     assert engine.plan.windows == (64, 128, 256)
     return engine
