@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
+from pard_jax.decoding.logprobs import MAX_LOGPROBS
+from pard_jax.decoding.sampling import GREEDY_BELOW
+
 logger = logging.getLogger(__name__)
 
-SAMPLING_EPS = 1e-5  # below this temperature a request is greedy
 MIN_TEMPERATURE = 0.01  # a smaller one overflows the logits it divides
 MAX_TEMPERATURE = 2.0
-MAX_LOGPROBS = 20
 MAX_N = 16384
 _INT64 = 2**63
 
@@ -111,7 +112,7 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         """Whether every token is the likeliest one."""
-        return self.temperature < SAMPLING_EPS
+        return self.temperature < GREEDY_BELOW
 
     @property
     def stop_strings(self) -> list[str]:

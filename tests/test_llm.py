@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 
 from pard_jax import LLM, Logprob, RequestOutput, SamplingParams, SpeculativeConfig
+from pard_jax.config import EngineConfig
+from pard_jax.loading import load_engine
 from pard_jax.outputs import RequestSpecMetrics
 from tests.helpers.engine import (
     DRAFT_LIMIT,
@@ -177,6 +180,21 @@ def test_several_completions_of_one_prompt(llm):
     assert [c.token_ids for c in seeded.outputs] == tokens_of(alone)
 
 
+def test_updates_come_as_they_are_made(llm):
+    """By prompt and completion; together they are the outputs, which are what a call without them gives."""
+    params = SamplingParams(temperature=1.0, n=2, seed=3, max_tokens=20, ignore_eos=True, logprobs=1)
+    seen: dict[tuple[int, int], list[Any]] = {(i, n): [] for i in range(3) for n in range(2)}
+    outputs = llm.generate([IDS, [9], [20, 30]], params, on_update=lambda i, n, update: seen[i, n].append(update))
+    for (i, n), updates in seen.items():
+        completion = outputs[i].outputs[n]
+        assert "".join(u.text for u in updates) == completion.text
+        assert list(itertools.chain.from_iterable(u.token_ids for u in updates)) == completion.token_ids
+        assert list(itertools.chain.from_iterable(u.logprobs for u in updates)) == completion.logprobs
+        assert len(updates) > 2 and [u.finished for u in updates] == [False] * (len(updates) - 1) + [True]
+    again = llm.generate([IDS, [9], [20, 30]], params)
+    assert [c.token_ids for o in again for c in o.outputs] == [c.token_ids for o in outputs for c in o.outputs]
+
+
 def test_logprobs_are_dicts_by_id(llm):
     output = llm.generate(IDS, greedy(max_tokens=6, logprobs=3))[0].outputs[0]
     assert len(output.logprobs) == len(output.token_ids) == 6
@@ -311,6 +329,18 @@ def test_defaults_come_from_generation_config(pair, tmp_path):
     assert llm.get_default_sampling_params() == expected
     assert llm._params_for(2, None) == [expected] * 2
     assert LLM(str(pair.target), max_num_seqs=1).get_default_sampling_params() == SamplingParams()
+
+
+def test_speculation_can_be_turned_off(pair):
+    """The weights stay, the output does, and nothing is drafted any more."""
+    speculative = SpeculativeConfig(model=str(pair.draft), num_speculative_tokens=2, parallel_drafting=True)
+    llm = LLM.from_loaded(load_engine(pair.target, EngineConfig(max_num_seqs=2, max_model_len=60), speculative))
+    weights = llm.engine._params["target"]
+    llm.disable_speculation()
+    assert llm.engine._params["target"] is weights and llm.settings.num_speculative_tokens == 0
+    (output,) = llm.generate([IDS], greedy(max_tokens=12))
+    assert len(output.outputs[0].token_ids) == 12 and pair.is_greedy(IDS, output.outputs[0].token_ids)
+    assert output.metrics.speculative_decoding is None and llm.engine.num_steps == 12
 
 
 # -- two devices --------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def test_all_methods_give_the_same_tokens(smollm2_dir: Path) -> None:
         stats[name] = llm.engine.acceptance
     for name in methods:
         assert [o.token_ids for o in outputs[name]] == [o.token_ids for o in outputs["none"]], name
-    assert "two" in outputs["none"][0].text.lower()
+    assert all(digit in outputs["none"][0].text for digit in "12345")
     assert "def " in outputs["none"][1].text
     # The target is its own draft: PARD's first token is always right, the sequential drafter's all are.
     assert stats["pard"].per_position_acceptance_rates[0] == 1.0

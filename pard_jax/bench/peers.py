@@ -6,6 +6,7 @@ import importlib.util
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -35,7 +36,8 @@ def transformers(
     from transformers import AutoModelForCausalLM
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).to(device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
+    model = model.to(device).eval()
 
     def generate(prompt: list[int], new_tokens: int) -> tuple[list[int], float]:
         inputs = torch.tensor([prompt], device=device)

@@ -14,6 +14,8 @@ from jaxtyping import Array, Float, Int
 
 from pard_jax.decoding.sampling import first_argmax
 
+MAX_LOGPROBS = 20  # the most likeliest tokens a request may ask for: vLLM's --max-logprobs
+
 
 class TokenLogprobs(NamedTuple):
     """Natural logarithms. What was not asked for, or does not exist, reads -inf, rank 0 and id -1."""
@@ -28,7 +30,7 @@ def token_logprobs(
     raw_logits: Float[Array, "B T V"],
     tokens: Int[Array, "B T"],
     num_logprobs: Int[Array, "B"],
-    max_logprobs: int = 20,
+    max_logprobs: int = MAX_LOGPROBS,
 ) -> TokenLogprobs:
     """The log-probabilities of ``tokens`` (-1: no token), and of each row's ``num_logprobs`` likeliest ids.
 

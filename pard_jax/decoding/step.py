@@ -23,8 +23,6 @@ from pard_jax.decoding.verify import fit_vocabulary, verify
 from pard_jax.models import bind
 from pard_jax.pytree import pytree
 
-MAX_LOGPROBS = 20  # vLLM's --max-logprobs
-
 
 @pytree
 class StepOutput:
@@ -105,7 +103,7 @@ def step(
         num_kept=kept,
         num_drafts=jnp.where(state.active, jnp.sum(real, axis=1, dtype=jnp.int32), 0),
         num_accepted=jnp.where(state.active, verified.num_accepted, 0),
-        logprobs=token_logprobs(raw, jnp.maximum(verified.tokens, 0), asked, max_logprobs=MAX_LOGPROBS),
+        logprobs=token_logprobs(raw, jnp.maximum(verified.tokens, 0), asked),
     )
     return new_state, output
 

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Sequence
 
 from pard_jax.sampling_params import SamplingParams
 
-MAX_STOP_TOKEN_IDS = 32  # EOS ids included: the width of the state's array of ids that min_tokens masks
-
 
 class StopChecker:
     """The token-wise ends of one request (vllm/v1/core/sched/utils.py, check_stop).
