@@ -139,12 +139,18 @@ def test_request_metrics():
     fresh = RequestMetrics(arrival_time=10.0)
     assert fresh.time_to_first_token is None and fresh.e2e_latency is None
     assert fresh.tokens_per_second is None and fresh.time_per_output_token is None
+    # The first step brought two tokens, the 1.5 seconds after it three more.
     done = RequestMetrics(
-        arrival_time=10.0, first_token_time=10.5, last_token_time=12.0, finished_time=12.25, num_generation_tokens=4
+        arrival_time=10.0,
+        first_token_time=10.5,
+        last_token_time=12.0,
+        finished_time=12.25,
+        num_generation_tokens=5,
+        num_first_tokens=2,
     )
     assert done.time_to_first_token == 0.5
     assert done.e2e_latency == 2.25
-    assert done.tokens_per_second == 2.0
+    assert done.tokens_per_second == 2.5
     assert done.time_per_output_token == 0.5
 
 
