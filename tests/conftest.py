@@ -17,6 +17,8 @@ _hook = install_import_hook(
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Compiling is most of what the tests do, and what they compile runs for milliseconds.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
 
 import jax  # noqa: E402
 

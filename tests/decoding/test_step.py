@@ -114,11 +114,13 @@ def test_greedy_output_is_the_targets_own(kind, k):
     requests = [request(prompt_of(n)) for n in lengths]
     # Some rows end before the others.
     requests += [request(prompt_of(5), max_length=m) for m in (6, 7, 5 + max(k, 1), 6 + k)]
+    served = {"near": requests}
+    if kind in ("pard", "sequential"):
+        served |= {"random": requests[:2], "target": requests[4:6]}
     accepted = 0
-    for draft in ("random", "near", "target") if kind in ("pard", "sequential") else ("random",):
-        runs = loop_of(programs_of(kind, k), draft).serve(requests)
-        for asked, run in zip(requests, runs, strict=True):
-            assert run.tokens == greedy_of(tuple(asked.prompt), asked.max_length)
+    for draft, some in served.items():
+        runs = loop_of(programs_of(kind, k), draft).serve(some)
+        assert [run.tokens for run in runs] == [greedy_of(tuple(r.prompt), r.max_length) for r in some]
         accepted += sum(sum(run.accepted) for run in runs)
     assert accepted > 20 or kind == "none"
 
@@ -135,7 +137,7 @@ def test_every_step_is_the_references(kind, k, draft):
 
 def test_greedy_output_is_transformers_own():
     """Against the other implementation: the same tokens from its forward passes as from the speculative loop."""
-    hf = hf_config("llama", vocab_size=96, rope_scaling=LLAMA3_SCALING, tie_word_embeddings=True)
+    hf = hf_config("llama", num_hidden_layers=1, vocab_size=96, rope_scaling=LLAMA3_SCALING)
     model, config = hf_model(hf, seed=5), ModelConfig.from_hf(hf)
 
     def logits(tokens: Sequence[int]) -> np.ndarray:
@@ -147,14 +149,14 @@ def test_greedy_output_is_transformers_own():
         num_speculative_tokens=4, mask_token_id=95, config=config, target_vocab_size=96, max_model_len=512
     )
     programs = Programs(config, drafter, chunk_size=CHUNK, max_steps=1)
-    requests = [request(prompt_of(n, vocab=96)) for n in (1, CHUNK, CHUNK + 1, 20)]
+    requests = [request(prompt_of(n, vocab=96)) for n in (1, CHUNK + 1, 20)]
     loop = Loop(programs, {"target": params, "draft": near(params, 0.01)}, max_len=MAX_LEN)
     runs = loop.serve(requests)
     assert [run.tokens for run in runs] == [greedy(logits, r.prompt, MAX_LEN) for r in requests]
     assert sum(sum(run.accepted) for run in runs) > 10
 
 
-@pytest.mark.parametrize(("kind", "k"), [("pard", 4), ("sequential", 3), ("ngram", 4)])
+@pytest.mark.parametrize(("kind", "k"), [("pard", 4), ("ngram", 4)])
 def test_windows_shorter_than_the_cache(kind, k):
     """Rows cross from one compiled window into the next in the middle of their decoding and of their prefill."""
     requests = [request(prompt_of(n)) for n in (1, 15, 23, 24, 25, 33)]
@@ -324,7 +326,7 @@ def test_sampled_rows_hang_on_themselves_alone():
 @pytest.mark.parametrize("kind", ["pard", "sequential"])
 def test_sampled_output_follows_the_target(kind, sampled):
     """The first three tokens, over many seeds, have the target's joint distribution although the draft's differs."""
-    vocab, n, k, first, temperature, rows, rounds = 5, 3, 2, 2, 1.3, 1024, 8
+    vocab, n, k, first, temperature, rows, rounds = 5, 3, 2, 2, 1.3, 1024, 5
     pair = tiny_pair(vocab_size=vocab, seed=3)
     model = {"config": pair.draft, "target_vocab_size": vocab, "max_model_len": 99, "num_speculative_tokens": k}
     model |= {"sampled": sampled}
@@ -362,7 +364,7 @@ def test_sampled_output_follows_the_target(kind, sampled):
     # A draft is kept as often as can be: sampled from q, by the overlap of p and q; taken by argmax, by its p.
     p, q = softmax(target, [first]), softmax(draft, [first])
     rate = np.minimum(p, q).sum() if sampled else p[q.argmax()]
-    assert np.mean(first_accepted) == pytest.approx(rate, abs=0.03)
+    assert np.mean(first_accepted) == pytest.approx(rate, abs=0.035)
     assert np.minimum(p, q).sum() > (p * q).sum() + 0.1 and 0.1 < rate < 0.9
 
 

@@ -1,7 +1,7 @@
 """Faults that users of other engines reported, as black boxes: text, tokens and counts that come out of an engine.
 
-Rows are numbered as in the list of reported faults that the design keeps: A ends inside an accepted block, B greedy
-equality, C and D sampling and seeds, E log-probabilities, F lengths, G counts.
+A test's letter names the kind of fault: A ends inside an accepted block, B greedy equality, C and D sampling and seeds,
+E log-probabilities, F lengths, G counts.
 """
 
 from __future__ import annotations

@@ -262,7 +262,7 @@ def count_compiles() -> Iterator[list[str]]:
 
 
 def forward_passes(function: Any, *args: Any) -> int:
-    """How often ``function(*args)`` runs a decoder: scans over layers, the only ones that read stacked weights.
+    """How often ``function(*args)`` runs a decoder: its scans over layers, the innermost that carry a cache.
 
     A pass within a loop of static length counts as often as the loop runs; a ``while_loop`` body counts once.
     """
@@ -274,8 +274,7 @@ def forward_passes(function: Any, *args: Any) -> int:
             inner = [getattr(x, "jaxpr", x) for x in values]
             times = sum(count(x) for x in inner if hasattr(x, "eqns"))
             if equation.primitive.name == "scan":
-                carried = equation.invars[equation.params["num_consts"] :][: equation.params["num_carry"]]
-                passed = any(getattr(x.aval, "ndim", 0) == 5 for x in carried)
+                passed = any(getattr(x.aval, "ndim", 0) == 5 for x in equation.invars)  # the cache, and nothing else
                 times = equation.params["length"] * times if times else int(passed)
             total += times
         return total

@@ -64,6 +64,7 @@ def hf_model(config: dict[str, Any], seed: int = 0):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    torch.set_num_threads(1)  # more would only wait for each other over matrices this small
     kwargs = {key: value for key, value in config.items() if key != "model_type"}
     # Copies: transformers writes into the nested dicts that it is given.
     kwargs = json.loads(json.dumps(kwargs))
