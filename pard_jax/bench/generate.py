@@ -13,7 +13,7 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,26 +41,22 @@ def measure(argv: Sequence[str]) -> None:
     tokenizer = load_tokenizer(directory)
     prompts = [encode_prompt(p, tokenizer) for p in read_prompts(args.texts, args.prompts, args.limit)]
 
-    results: list[Result] = []
-    tokens: list[list[int]] = []
-    for method in methods:
-        if method == "transformers":
-            runs = [peers.transformers(directory, prompts, args.max_tokens, args.repeats, d) for d in peers.DTYPES]
-        else:
-            runs = [_ours(method, prompts, args)]
-        for result, ids in runs:
-            tokens = tokens or ids
-            results.append(dataclasses.replace(result, equal=ids == tokens))
-    outcome = {
+    outcome: dict[str, Any] = {
         "settings": {key: value for key, value in vars(args).items() if key != "texts"},
         "num_prompts": len(prompts),
         "prompt_tokens": sum(map(len, prompts)),
         "environment": _environment(),
-        "results": [dataclasses.asdict(result) for result in results],
     }
+    _print_head(outcome)
+    results: list[Result] = []
+    tokens: list[list[int]] = []
+    for result, ids in _runs(methods, directory, prompts, args):
+        tokens = tokens or ids
+        results.append(dataclasses.replace(result, equal=ids == tokens))
+        _print_row(results[-1], results[0])
     if args.output is not None:
+        outcome["results"] = [dataclasses.asdict(result) for result in results]
         cli.write_whole(Path(args.output), json.dumps(outcome, indent=2) + "\n")
-    _print(outcome, results)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -114,6 +110,18 @@ def _speculative_config(method: str, args: argparse.Namespace) -> dict[str, Any]
         "parallel_drafting": True,
         "mask_token_id": args.mask_token_id,
     }  # fmt: skip
+
+
+def _runs(
+    methods: list[str], directory: Path, prompts: list[list[int]], args: argparse.Namespace
+) -> Iterator[tuple[Result, list[list[int]]]]:
+    """Each method's figures and tokens, as they come."""
+    for method in methods:
+        if method == "transformers":
+            for dtype in peers.DTYPES:
+                yield peers.transformers(directory, prompts, args.max_tokens, args.repeats, dtype)
+        else:
+            yield _ours(method, prompts, args)
 
 
 def _ours(method: str, prompts: list[list[int]], args: argparse.Namespace) -> tuple[Result, list[list[int]]]:
@@ -170,7 +178,7 @@ def _environment() -> dict[str, Any]:
     }
 
 
-def _print(outcome: dict[str, Any], results: list[Result]) -> None:
+def _print_head(outcome: dict[str, Any]) -> None:
     settings, environment = outcome["settings"], outcome["environment"]
     print(
         f"{settings['model']}: {outcome['num_prompts']} prompt(s), {outcome['prompt_tokens']} tokens, "
@@ -179,11 +187,17 @@ def _print(outcome: dict[str, Any], results: list[Result]) -> None:
     )
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     print(f"{environment['platform']} ({environment['device']}), {environment['cpu_cores']} CPU cores; {versions}\n")
-    print(f"{'method':14} {'dtype':9} {'decode tok/s':>12} {'ratio':>6} {'first token':>12} {'accepted':>9}  tokens")
-    base = results[0].decode_tokens_per_second
-    for r in results:
-        length = "-" if r.mean_acceptance_length is None else f"{r.mean_acceptance_length:.2f}"
-        print(
-            f"{r.method:14} {r.dtype:9} {r.decode_tokens_per_second:12.1f} {r.decode_tokens_per_second / base:6.2f} "
-            f"{r.time_to_first_token:10.3f} s {length:>9}  {'equal' if r.equal else 'differ'}"
-        )
+    print(
+        f"{'method':14} {'dtype':9} {'decode tok/s':>12} {'ratio':>6} {'first token':>12} {'accepted':>9}  tokens",
+        flush=True,
+    )
+
+
+def _print_row(r: Result, base: Result) -> None:
+    length = "-" if r.mean_acceptance_length is None else f"{r.mean_acceptance_length:.2f}"
+    ratio = r.decode_tokens_per_second / base.decode_tokens_per_second
+    print(
+        f"{r.method:14} {r.dtype:9} {r.decode_tokens_per_second:12.1f} {ratio:6.2f} {r.time_to_first_token:10.3f} s "
+        f"{length:>9}  {'equal' if r.equal else 'differ'}",
+        flush=True,
+    )

@@ -290,6 +290,13 @@ def test_refused(case):
         ModelConfig.from_hf(hf_config("qwen3", **keys))
 
 
+@pytest.mark.parametrize("key", ["vocab_size", "num_hidden_layers", "max_position_embeddings", "rope_theta"])
+def test_null_is_as_good_as_missing(key):
+    hf = hf_config("qwen2", use_sliding_window=True, sliding_window=64, max_window_layers=9) | {key: None}
+    with pytest.raises(ValueError, match=key):
+        ModelConfig.from_hf(hf)
+
+
 @pytest.mark.parametrize(
     "keys",
     [

@@ -92,7 +92,7 @@ class Batch:
             active = [bool(c) and f >= len(c) - 1 for c, f in zip(self.contexts, self.filled, strict=True)]
             context = context_of(self.tokens, lengths, active)
             proposal, self.state = self.propose(PARAMS, self.state, context)
-            for row in np.flatnonzero(active):
+            for row in np.flatnonzero(active).tolist():
                 drafts = np.asarray(proposal.tokens[row]).tolist()
                 yield list(self.contexts[row]), drafts
                 self._commit(row, drafts)

@@ -28,8 +28,8 @@ CHUNK, MAX_LEN, K = 8, 48, 3
 
 def pard_of(pair, k: int = K, **overrides: Any) -> PardDrafter:
     mask, vocab = pair.draft.mask_token_id, pair.target.vocab_size
-    given = {"num_speculative_tokens": k, "mask_token_id": mask, "config": pair.draft, "target_vocab_size": vocab}
-    return PardDrafter(**given | {"max_model_len": 512} | overrides)
+    given: dict[str, Any] = {"num_speculative_tokens": k, "mask_token_id": mask, "config": pair.draft}
+    return PardDrafter(**given | {"target_vocab_size": vocab, "max_model_len": 512} | overrides)
 
 
 def prompt_of(length: int, seed: int = 3) -> list[int]:
@@ -41,7 +41,7 @@ def compilations() -> Iterator[list[str]]:
     """Lists what XLA compiles while the context is open."""
     seen: list[str] = []
 
-    def listen(event: str, duration: float, **kwargs: Any) -> None:
+    def listen(event: str, duration_secs: float, **kwargs: Any) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             seen.append(str(kwargs.get("fun_name", event)))
 
@@ -50,6 +50,11 @@ def compilations() -> Iterator[list[str]]:
         yield seen
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def compiled_versions(programs: Programs) -> list[int]:
+    jitted: list[Any] = [programs.admit, programs.prefill, programs.decode]
+    return [program._cache_size() for program in jitted]
 
 
 def test_nothing_compiles_after_the_first_calls():
@@ -79,7 +84,7 @@ def test_nothing_compiles_after_the_first_calls():
         loop.serve(requests[:10])
         loop.serve(requests[10:], steps=2)
     assert seen == []
-    assert [p._cache_size() for p in (programs.admit, programs.prefill, programs.decode)] == [1, 1, 1]
+    assert compiled_versions(programs) == [1, 1, 1]
 
 
 def test_the_state_is_donated_and_both_caches_written_in_place():
@@ -95,6 +100,7 @@ def test_the_state_is_donated_and_both_caches_written_in_place():
     ]
     for program in compiled:
         memory = program.memory_analysis()
+        assert memory is not None
         assert memory.alias_size_in_bytes >= size
         assert memory.temp_size_in_bytes < min(cache.nbytes for cache in caches)
     at = [cache.unsafe_buffer_pointer() for cache in caches]
@@ -148,7 +154,7 @@ def test_a_mesh_gives_the_same_tokens_and_compiles_once(kind):
     runs = loop.serve(requests)
     logits = full_forward(target, params["target"], 32)
     assert [run.tokens for run in runs] == [greedy(logits, r.prompt, r.max_length) for r in requests]
-    assert [p._cache_size() for p in (programs.admit, programs.prefill, programs.decode)] == [1, 1, 1]
+    assert compiled_versions(programs) == [1, 1, 1]
     assert jax.tree.map(lambda x: x.sharding, loop.state) == shardings
     assert {s.data.shape[2] for s in loop.state.draft.cache.k.addressable_shards} == {1}
 

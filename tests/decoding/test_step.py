@@ -100,13 +100,14 @@ def greedy_of(prompt: tuple[int, ...], max_length: int) -> list[int]:
 
 SWEEP = [
     ("none", 0),
-    *[("ngram", k) for k in (1, 4, 12)],
     *[("pard", k) for k in range(1, 13)],
-    *[("sequential", k) for k in (1, 2, 3, 5, 8, 12)],
+    *[("ngram", k) for k in (1, 4)],
+    *[("sequential", k) for k in (1, 2, 3, 5, 12)],
 ]
+SLOW_SWEEP = [(kind, k) for kind in ("ngram", "sequential") for k in range(1, 13) if (kind, k) not in SWEEP]
 
 
-@pytest.mark.parametrize(("kind", "k"), SWEEP)
+@pytest.mark.parametrize(("kind", "k"), [*SWEEP, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_SWEEP)])
 def test_greedy_output_is_the_targets_own(kind, k):
     """Token for token, whatever the draft says, up to the very last slot, in rows that come and go."""
     lengths = [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, CHUNK + 2, 2 * CHUNK + 1]
@@ -177,7 +178,7 @@ def test_pard_with_the_target_as_its_draft_always_gets_the_first_token(k):
         assert sum(a < k for a in accepted) > 100 and sum(a > 1 for a in accepted) > 10
 
 
-@pytest.mark.parametrize("k", [1, 3, 8])
+@pytest.mark.parametrize("k", [1, 3, 12])
 def test_sequential_with_the_target_as_its_draft_gets_every_token(k):
     requests = [request(prompt_of(n, seed)) for n in (1, 3, CHUNK + 1, 14) for seed in range(10)]
     runs = loop_of(programs_of("sequential", k), "target").serve(requests)
@@ -294,7 +295,8 @@ def test_several_steps_a_dispatch_equal_single_steps():
     several = programs_of("pard", 4, 4)
     for steps in (1, 3, 4):
         assert loop_of(several).serve(requests, steps=steps) == single
-    assert several.decode._cache_size() == 1  # the number of steps is an argument
+    decode: Any = several.decode
+    assert decode._cache_size() == 1  # the number of steps is an argument
 
 
 def test_a_dispatch_ends_when_no_row_is_left():

@@ -1,6 +1,6 @@
 """Tiny random models: as HF configs, as transformers models (the oracle), as parameters of ours.
 
-``params_of`` transposes and stacks by plain NumPy, apart from the package's own loader, which has tests of its own.
+``params_of`` stacks by plain NumPy, apart from the package's own loader, which has tests of its own.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def random_params(config: ModelConfig, seed: int) -> dict[str, Any]:
         if name.endswith("norm"):
             return jnp.asarray(rng.normal(1, 0.3, leaf.shape), leaf.dtype)
         # An embedding of unit size would drown what the layers add, and the output would follow the last token alone.
-        scale = 0.3 if name.endswith(("bias", "embed")) else leaf.shape[-1 if name == "lm_head" else -2] ** -0.5
+        scale = 0.3 if name.endswith(("bias", "embed")) else leaf.shape[-1] ** -0.5
         return jnp.asarray(rng.normal(0, scale, leaf.shape), leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(draw, abstract_params(config, jnp.float32))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,7 +30,7 @@ def scaled_config(theta: float, head_dim: int, scaling: tuple[float, float, floa
     return hf_config("llama", rope_theta=theta, head_dim=head_dim, rope_scaling=rope)
 
 
-def oracle(config: dict):
+def oracle(config: dict) -> Any:
     return AutoConfig.for_model("llama", **{k: v for k, v in config.items() if k != "model_type"})
 
 
