@@ -127,7 +127,7 @@ class ModelConfig:
         head_dim = hf.get("head_dim")
         if head_dim is None:
             # HF's own defaults: Qwen3's is 128 whatever D and N, the others' is D / N.
-            head_dim = 128 if family == "qwen3" else hidden // heads
+            head_dim = 128 if family == "qwen3" else hidden // max(heads, 1)  # no heads at all are refused below
         attention_bias = bool(hf.get("attention_bias", False))
         eos = hf.get("eos_token_id")
         bos = hf.get("bos_token_id")
