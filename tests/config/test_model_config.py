@@ -6,8 +6,6 @@ import json
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from pard_jax.config import ModelConfig, RopeConfig
 from tests.helpers.models import LLAMA3_SCALING, hf_config, hf_model, save_hf
@@ -144,6 +142,9 @@ def test_real_config(name):
 def test_number_of_parameters_equals_transformers(name):
     hf = REAL[name]
     kwargs = {k: v for k, v in json.loads(json.dumps(hf)).items() if k != "model_type"}
+    torch = pytest.importorskip("torch")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(hf["model_type"], **kwargs))
     assert ModelConfig.from_hf(hf).num_parameters == sum(p.numel() for p in model.parameters())

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from pard_jax.decoding.logprobs import TokenLogprobs, token_logprobs
 from tests.helpers.jaxprs import COSTLY, SORTING, primitives
@@ -21,6 +20,7 @@ def run(logits: np.ndarray, tokens: np.ndarray, asked: list[int], **options: int
 @pytest.mark.parametrize("vocab", [30, 5000])
 def test_equals_torch(vocab: int) -> None:
     """Rows that ask for different numbers, and one that asks for nothing, in one batch."""
+    torch = pytest.importorskip("torch")
     rng = np.random.default_rng(vocab)
     asked = [20, 0, -1, 5, 1]
     logits = rng.normal(0, 4, (5, 4, vocab)).astype(np.float32)

@@ -8,13 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-from transformers.generation.logits_process import (
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from pard_jax.decoding import sampling
 from pard_jax.decoding.sampling import Role, SamplingState, mask_below_min_tokens, role_keys, sample, warp_logits
@@ -55,6 +48,14 @@ def of(rows: list[tuple[float, int, float, float]]) -> SamplingState:
 
 def hf_warped(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
     """``GenerationMixin``'s warpers in its order, each only where its setting asks for it."""
+    torch = pytest.importorskip("torch")
+    from transformers.generation.logits_process import (
+        MinPLogitsWarper,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
     warpers: list[Any] = [TemperatureLogitsWarper(temperature)] if temperature != 1 else []
     warpers += [TopKLogitsWarper(top_k)] if top_k else []
     warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []

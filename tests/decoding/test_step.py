@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from pard_jax.config import ModelConfig
 from pard_jax.decoding.drafters import Drafter, NgramDrafter, NoDrafter, PardDrafter, SequentialDrafter
@@ -140,6 +139,7 @@ def test_greedy_output_is_transformers_own():
     """Against the other implementation: the same tokens from its forward passes as from the speculative loop."""
     hf = hf_config("llama", num_hidden_layers=1, vocab_size=96, rope_scaling=LLAMA3_SCALING)
     model, config = hf_model(hf, seed=5), ModelConfig.from_hf(hf)
+    torch = pytest.importorskip("torch")
 
     def logits(tokens: Sequence[int]) -> np.ndarray:
         with torch.no_grad():

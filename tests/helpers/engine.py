@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pard_jax.config import EngineConfig, ModelConfig
 from pard_jax.decoding.drafters import DraftContext, Drafter, Proposal
@@ -291,7 +292,7 @@ class Checkpoints(NamedTuple):
 
     def is_greedy(self, prompt: Sequence[int], output: Sequence[int]) -> bool:
         """Whether every token is the likeliest one behind those before it, by transformers, in one pass."""
-        import torch
+        torch = pytest.importorskip("torch")
 
         with torch.no_grad():
             logits = self.hf(torch.tensor([[*prompt, *output]])).logits[0]
@@ -308,7 +309,7 @@ def save_pair(directory: Path) -> Checkpoints:
     The draft's limit is a quarter of the target's. It is the target with some noise, so that it is right now and then,
     and it would most like to say an id of its own padding.
     """
-    import torch
+    torch = pytest.importorskip("torch")
 
     shape = {"num_hidden_layers": 1, "head_dim": 8, "max_position_embeddings": TARGET_LIMIT}
     config = hf_config("qwen3", **shape, vocab_size=TARGET_VOCAB)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pard_jax.config import ModelConfig
 from pard_jax.models import KVCache, abstract_params, bind
@@ -59,9 +60,10 @@ def model_config(family: str = "qwen3", **overrides: Any) -> ModelConfig:
 def hf_model(config: dict[str, Any], seed: int = 0):
     """The transformers model of ``config``: float32, random weights, gains and biases that all matter.
 
-    The weights' scale keeps the residual stream alive and the logits far apart, so that argmax depends on every part.
+    Skips the test without torch. The weights' scale keeps the residual stream alive and the logits far apart, so that
+    argmax depends on every part.
     """
-    import torch
+    torch = pytest.importorskip("torch")
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.set_num_threads(1)  # more would only wait for each other over matrices this small

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from flax import nnx
 
 from pard_jax.config import ModelConfig
@@ -58,6 +57,7 @@ def oracle(name: str) -> Oracle:
     config = ModelConfig.from_hf(hf)
     model = hf_model(hf, seed=len(name))
     tokens = np.random.default_rng(len(name)).integers(0, config.vocab_size, (2, T), dtype=np.int32)
+    torch = pytest.importorskip("torch")
     with torch.no_grad():
         out = model(torch.from_numpy(tokens).long(), output_hidden_states=True)
     return Oracle(config, params_of(model, config), tokens, out.logits.numpy(), [h.numpy() for h in out.hidden_states])

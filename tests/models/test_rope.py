@@ -7,14 +7,16 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from transformers import AutoConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from pard_jax.config import ModelConfig, RopeConfig
 from pard_jax.models.rope import apply_rope, inverse_frequencies, rope_tables
 from tests.helpers.models import hf_config
+
+torch = pytest.importorskip("torch")  # transformers' functions are torch's
+
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb  # noqa: E402
 
 SCALINGS = [
     pytest.param(5e5, 64, (32.0, 1.0, 4.0, 8192), id="llama-3.2-1b"),
