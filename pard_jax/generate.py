@@ -90,6 +90,8 @@ def _generate(args: argparse.Namespace) -> None:
     speculation = cli.speculative_config(args)
     if args.compare and speculation is None:
         raise ValueError("--compare has nothing to compare: give a draft with --draft-model, or -k for n-grams")
+    if params.logprobs is not None and not args.json and args.output is None:
+        raise ValueError("--logprobs are part of the JSON only: add --json or --output FILE")
     if args.json and args.stream:
         raise ValueError("--json writes whole objects, which --stream contradicts; choose one")
     cli.engine_config(args)
@@ -142,6 +144,8 @@ def _load(
     about_device = report.describe_device(device)  # before its memory is taken
     start = time.monotonic()
     directory = resolve_checkpoint(args.model, revision=args.revision)
+    # Before the tokenizer, on which transformers would blame a config.json that is wrong.
+    limit = ModelConfig.from_pretrained(directory).max_position_embeddings
     tokenizer = load_tokenizer(directory)
     thinking = False if args.no_thinking else None
     encoded = [
@@ -151,7 +155,8 @@ def _load(
     if args.max_model_len is None:
         asked = 0 if speculation is None else speculation.max_model_len or 0
         needed = max(max(map(len, encoded)) + args.max_tokens, asked)
-        limit = ModelConfig.from_pretrained(directory).max_position_embeddings
+        if needed > limit:
+            _say(f"note         outputs end where prompt and output are {limit} tokens, the model's limit")
         args.max_model_len = min(-(-needed // _LENGTH_STEP) * _LENGTH_STEP, limit)
     if args.max_num_seqs is None:
         args.max_num_seqs = min(len(prompts) * params.n, _MOST_SLOTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -68,7 +69,8 @@ class LLM:
                 **engine_args,
             )
         except TypeError as e:
-            raise ValueError(f"LLM: {str(e).removeprefix('EngineConfig.__init__() ')}") from None
+            known = ", ".join(field.name for field in dataclasses.fields(EngineConfig))
+            raise ValueError(f"LLM: {str(e).removeprefix('EngineConfig.__init__() ')}; known are {known}") from None
         if speculative_config is not None and not isinstance(speculative_config, SpeculativeConfig):
             speculative_config = SpeculativeConfig.from_dict(speculative_config)
         self._take(load_engine(model, engine_config, speculative_config, revision=revision, progress=use_tqdm))
@@ -183,6 +185,8 @@ class LLM:
             return [self.get_default_sampling_params()] * count
         if isinstance(params, SamplingParams):
             return [params] * count
+        if isinstance(params, Mapping | str) or not all(isinstance(p, SamplingParams) for p in params):
+            raise ValueError(f"sampling_params must be SamplingParams, or a list of them, got {params!r:.80}")
         if len(params) != count:
             raise ValueError(f"The lengths of prompts ({count}) and sampling_params ({len(params)}) must be the same")
         return list(params)
@@ -235,6 +239,8 @@ class LLM:
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt (text, a mapping, or a list of ids) or a list of them."""
+    if isinstance(prompts, bytes | bytearray):
+        raise ValueError(f"a prompt of bytes was given ({prompts!r:.40}); decode it to text first")
     if isinstance(prompts, str | Mapping):
         return [prompts]
     many: list[Any] = list(prompts)
@@ -242,7 +248,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _token_ids(ids: Any) -> list[int]:
-    if isinstance(ids, str) or not isinstance(ids, Sequence):
+    if isinstance(ids, str | bytes | bytearray) or not isinstance(ids, Sequence):
         raise ValueError(f"prompt_token_ids must be a list of integers, got {ids!r:.80}")
     if bad := [i for i in ids if isinstance(i, bool) or not isinstance(i, int)]:
         raise ValueError(f"prompt_token_ids must be a list of integers, got {bad[0]!r} in it")

@@ -138,8 +138,9 @@ def summarize(run: Run, settings: Settings) -> str:
         histogram = " ".join(f"{count}:{steps}" for count, steps in enumerate(stats.acceptance_histogram))
         by_position = " ".join(f"{rate:.2f}" for rate in stats.per_position_acceptance_rates)
         lines += [
-            f"acceptance   mean length {stats.mean_acceptance_length:.2f} of {stats.num_spec_tokens + 1}, drafts "
-            f"{stats.draft_acceptance_rate:.1%}, by position {by_position}",
+            f"acceptance   mean length {stats.mean_acceptance_length:.2f} of {stats.num_spec_tokens + 1} over the "
+            f"{stats.num_drafts} steps that had drafts, drafts {stats.draft_acceptance_rate:.1%}, by position "
+            f"{by_position}",
             f"histogram    accepted:steps {histogram}",
         ]
     elif settings.num_speculative_tokens:

@@ -14,6 +14,7 @@ from typing import Any
 
 from pard_jax.decoding.logprobs import MAX_LOGPROBS
 from pard_jax.decoding.sampling import GREEDY_BELOW
+from pard_jax.tokenizer import check_unicode
 
 logger = logging.getLogger(__name__)
 
@@ -181,6 +182,8 @@ class SamplingParams:
         stop: Any = [] if self.stop is None else self.stop if isinstance(self.stop, list | tuple) else [self.stop]
         if not all(isinstance(s, str) for s in stop):
             raise ValueError(f"stop must be a string or a list of strings, got {self.stop!r}.")
+        for text in stop:
+            check_unicode(text)
         if not all(stop):
             raise ValueError("stop cannot contain an empty string.")
         if stop and not self.detokenize:

@@ -57,7 +57,12 @@ class Tokenizer:
         return bool(self.hf.chat_template)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text; ``add_special_tokens`` puts BOS (or whatever the tokenizer wants) around it."""
+        """Ids of a text; ``add_special_tokens`` puts BOS (or whatever the tokenizer wants) around it.
+
+        Raises:
+            ValueError: the text holds half a surrogate pair, as bytes that are no UTF-8 do once Python has read them.
+        """
+        check_unicode(text)
         # verbose=False: a prompt that is too long is refused by the engine, not warned of here.
         return list(self.hf.encode(text, add_special_tokens=add_special_tokens, verbose=False))
 
@@ -92,7 +97,7 @@ class Tokenizer:
                 ``chat_template``).
 
         Raises:
-            ValueError: the checkpoint has no chat template, or the template refuses these messages.
+            ValueError: the checkpoint has no chat template, a message is not one of text, or the template refuses.
         """
         import jinja2
 
@@ -102,10 +107,13 @@ class Tokenizer:
             )
         if enable_thinking is not None:
             template_kwargs["enable_thinking"] = enable_thinking
+        if not messages:
+            raise ValueError("the conversation has no messages; expected at least one")
+        conversation = [_text_message(message) for message in messages]
         try:
             return list(
                 self.hf.apply_chat_template(
-                    [dict(message) for message in messages],
+                    conversation,
                     tokenize=True,
                     add_generation_prompt=add_generation_prompt,
                     return_dict=False,  # the default differs between transformers 4.57 and 5
@@ -114,6 +122,45 @@ class Tokenizer:
             )
         except jinja2.TemplateError as e:
             raise ValueError(f"the chat template refused the messages: {e}") from e
+
+
+def check_unicode(text: str) -> None:
+    """Refuse what no tokenizer takes.
+
+    Raises:
+        ValueError: a lone surrogate.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as e:
+        raise ValueError(
+            f"the text is not valid Unicode ({text[e.start : e.end]!r} at character {e.start}); give UTF-8 text"
+        ) from None
+
+
+def _text_message(message: Any) -> dict[str, Any]:
+    """A message with its content as one text: parts of type "text" are joined by newlines, as vLLM does.
+
+    Raises:
+        ValueError: no role or content, or content that is not text.
+    """
+    if not isinstance(message, Mapping) or "role" not in message:
+        raise ValueError(f"a message must have a 'role' and a 'content' of text, got {message!r:.80}")
+    content = message.get("content")
+    if content is None and not message.get("tool_calls"):
+        raise ValueError(f"a message must have a 'role' and a 'content' of text, got {message!r:.80}")
+    if isinstance(content, list | tuple):
+        for part in content:
+            if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise ValueError(
+                    f"a part of a message's content must be text, {{'type': 'text', ...}}, got {part!r:.80}"
+                )
+        content = "\n".join(part["text"] for part in content)
+    if content is not None and not isinstance(content, str):
+        raise ValueError(f"a message's content must be text, got {content!r:.80}")
+    if content is not None:
+        check_unicode(content)
+    return {**message, "content": content}
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer | None:

@@ -146,6 +146,9 @@ def test_results_in_the_prompts_order_whatever_ends_first(llm, pair):
         ([{"text": "a"}], r"a prompt with the keys \['text'\] was given; expected 'prompt' or 'prompt_token_ids'"),
         ([{"prompt": None}], r"a prompt with the keys \['prompt'\] was given"),
         ([3.5], "prompt_token_ids must be a list of integers, got 3.5"),
+        ([IDS, b"ab"], "prompt_token_ids must be a list of integers, got b'ab'"),
+        (b"ab", "a prompt of bytes was given"),
+        ([IDS, "\ud800 x"], r"not valid Unicode \('\\ud800' at character 0\)"),
     ],
 )
 def test_a_prompt_that_cannot_run_is_refused_before_any_runs(llm, prompts, message):
@@ -161,6 +164,11 @@ def test_as_many_params_as_prompts(llm):
     # A request that is refused late takes those before it along.
     with pytest.raises(ValueError, match="33 stop token ids"):
         llm.generate([IDS, IDS], [greedy(), SamplingParams(stop_token_ids=list(range(10, 42)))])
+    with pytest.raises(ValueError, match="stop token id 304 is out of vocabulary; expected 0 to 303"):
+        llm.generate([IDS, IDS], [greedy(), SamplingParams(stop_token_ids=[303, 304])])
+    for params in ({"temperature": 1}, [greedy(), {"temperature": 1}], "greedy"):
+        with pytest.raises(ValueError, match="sampling_params must be SamplingParams, or a list of them"):
+            llm.generate([IDS, IDS], params)
     assert len(llm.generate([IDS, IDS], [greedy(), greedy(max_tokens=1)])) == 2
 
 
@@ -243,6 +251,19 @@ def test_chat(llm):
     assert quiet.prompt.endswith("<think>\n\n</think>\n\n")
     (closed,) = llm.chat(messages, params, add_generation_prompt=False)
     assert closed.prompt.endswith("<|im_end|>\n")
+    parts = [{"type": "text", "text": "What is the capital"}, {"type": "text", "text": "of France?"}]
+    (joined,) = llm.chat([{"role": "user", "content": parts}], params)
+    assert joined.prompt == one.prompt.replace("capital of", "capital\nof")
+    for bad, message in (
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "must be text.*image_url"),
+        ([{"role": "user"}], "must have a 'role' and a 'content' of text"),
+        ([{"content": "x"}], "must have a 'role' and a 'content' of text"),
+        ([{"role": "user", "content": 3}], "content must be text, got 3"),
+        ([{"role": "user", "content": "\udce9"}], "not valid Unicode"),
+        ([[]], "the conversation has no messages"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            llm.chat(bad, params)
     with pytest.raises(ValueError, match="unknown role nobody"):
         llm.chat([{"role": "nobody", "content": ""}], params)
 

@@ -88,7 +88,9 @@ def test_summary() -> None:
     rate = read_bytes(target, 4) * 5 / 2.0 / 1e9
     assert lines[0].endswith("9 tokens in 6 steps, 4.00 s: 2.2 tokens/s; time to first token 0.500 s on average")
     assert f"{rate:.2f} GB/s" in lines[1] and "x 5 steps / 2.00 s" in lines[1]
-    assert lines[2].endswith("mean length 2.25 of 3, drafts 62.5%, by position 0.75 0.50")
+    assert lines[2].endswith(
+        "mean length 2.25 of 3 over the 4 steps that had drafts, drafts 62.5%, by position 0.75 0.50"
+    )
     assert lines[3].endswith("accepted:steps 0:1 1:1 2:2")
     # One dispatch alone has no rate; n-grams may never match.
     short = report.summarize(run([output([3])], decode_steps=0, acceptance=AcceptanceStats(2)), about)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -117,13 +118,15 @@ class ModelConfig:
         family = _family(hf)
         _refuse_unsupported(hf, family)
 
-        def need(key: str) -> Any:
-            if hf.get(key) is None:
+        def need(key: str) -> int:
+            if (value := hf.get(key)) is None:
                 raise ValueError(f"config.json lacks {key!r}, which a {family} model needs")
-            return hf[key]
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"{key}={value!r}; expected a whole number")
+            return value
 
-        heads = int(need("num_attention_heads"))
-        hidden = int(need("hidden_size"))
+        heads = need("num_attention_heads")
+        hidden = need("hidden_size")
         head_dim = hf.get("head_dim")
         if head_dim is None:
             # HF's own defaults: Qwen3's is 128 whatever D and N, the others' is D / N.
@@ -133,26 +136,41 @@ class ModelConfig:
         bos = hf.get("bos_token_id")
         return cls(
             family=family,
-            vocab_size=int(need("vocab_size")),
+            vocab_size=need("vocab_size"),
             hidden_size=hidden,
-            num_layers=int(need("num_hidden_layers")),
+            num_layers=need("num_hidden_layers"),
             num_heads=heads,
             num_kv_heads=int(hf.get("num_key_value_heads") or heads),
             head_dim=int(head_dim),
-            intermediate_size=int(need("intermediate_size")),
-            rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+            intermediate_size=need("intermediate_size"),
+            rms_norm_eps=_positive(hf, "rms_norm_eps", 1e-6),
             rope=_rope(hf),
-            max_position_embeddings=int(need("max_position_embeddings")),
+            max_position_embeddings=need("max_position_embeddings"),
             tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
             qkv_bias=True if family == "qwen2" else attention_bias,
             o_bias=False if family == "qwen2" else attention_bias,
             mlp_bias=bool(hf.get("mlp_bias", False)) if family == "llama" else False,
             qk_norm=family == "qwen3",
             mask_token_id=_mask_token_id(hf),
-            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
+            eos_token_ids=_token_ids(eos),
             bos_token_id=int(bos) if isinstance(bos, int) else None,
             dtype=str(hf.get("dtype") or hf.get("torch_dtype") or "float32"),
         )
+
+
+def _positive(hf: dict[str, Any], key: str, default: float) -> float:
+    value = hf.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{key}={value!r}; expected a positive number")
+    return float(value)
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    """``eos_token_id``: an id, several, or null."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise ValueError(f"eos_token_id={value!r}; expected a token id or a list of them")
+    return tuple(ids)
 
 
 def _family(hf: dict[str, Any]) -> str:
@@ -203,6 +221,8 @@ def _rope(hf: dict[str, Any]) -> RopeConfig:
         raise ValueError(
             "config.json has neither rope_theta nor rope_parameters.rope_theta; a default would be a guess"
         )
+    if not isinstance(theta, int | float) or not 0 < theta < math.inf:
+        raise ValueError(f"rope_theta={theta!r}; expected a positive number")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if float(hf.get("partial_rotary_factor") or scaling.get("partial_rotary_factor") or 1.0) != 1.0:
         raise ValueError("partial rotary embeddings (partial_rotary_factor) are not supported")

@@ -230,7 +230,8 @@ class SpeculativeConfig:
                 f"speculative method {method!r} is not supported yet; supported are {', '.join(SUPPORTED_METHODS)}"
             )
         if method not in SUPPORTED_METHODS:
-            raise ValueError(f"unknown speculative method {method!r}; {_suggest(method, SUPPORTED_METHODS)}")
+            hint = "; PARD is 'draft_model' with \"parallel_drafting\": true" if method.lower() == "pard" else ""
+            raise ValueError(f"unknown speculative method {method!r}; {_suggest(method, SUPPORTED_METHODS)}{hint}")
         if method == "draft_model" and self.model in ("ngram", "[ngram]"):
             raise ValueError(f"method 'draft_model' contradicts model={self.model!r}; leave one of the two out")
         if method == "draft_model" and not self.model:

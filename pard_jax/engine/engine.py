@@ -137,6 +137,11 @@ class Engine:
         stop = StopChecker(
             params, eos_token_id=eos, extra_eos_token_ids=[i for i in extra if i is not None], max_model_len=limit
         )
+        for token in params.stop_token_ids or []:
+            if token >= self.config.vocab_size:
+                raise ValueError(
+                    f"stop token id {token} is out of vocabulary; expected 0 to {self.config.vocab_size - 1}"
+                )
         if len(stop.token_ids) > MAX_STOP_TOKEN_IDS:
             raise ValueError(
                 f"{len(stop.token_ids)} stop token ids (EOS ids included) were given; at most {MAX_STOP_TOKEN_IDS} "

@@ -38,7 +38,9 @@ def new_directory(target: str | Path, *, overwrite: bool = False) -> Iterator[Pa
     if target.exists() and not target.is_dir():
         raise FileExistsError(f"{target} is a file; expected a directory to write to")
     if not overwrite and target.is_dir() and any(target.iterdir()):
-        raise FileExistsError(f"{target} exists and is not empty; choose another directory, or set overwrite")
+        raise FileExistsError(
+            f"{target} exists and is not empty; choose another directory, or set overwrite (--overwrite)"
+        )
     partial = target.parent / f".{target.name}.partial-{os.getpid()}"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

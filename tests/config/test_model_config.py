@@ -243,6 +243,11 @@ def test_sliding_window_that_no_layer_uses_is_accepted():
 
 
 REFUSED = {
+    "negative rope theta": ({"rope_theta": -5}, "rope_theta=-5; expected a positive number"),
+    "rope theta in words": ({"rope_theta": "10000"}, "rope_theta='10000'; expected a positive number"),
+    "a number as text": ({"hidden_size": "576"}, "hidden_size='576'; expected a whole number"),
+    "epsilon as text": ({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5'; expected a positive number"),
+    "eos in words": ({"eos_token_id": "x"}, "eos_token_id='x'; expected a token id or a list of them"),
     "architecture": (
         {"architectures": ["GPT2LMHeadModel"]},
         "architecture GPT2LMHeadModel is not supported; supported are "
