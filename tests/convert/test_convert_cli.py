@@ -60,10 +60,10 @@ def test_a_fresh_process_says_nothing_else(tmp_path, gguf_file):
     process = start("gguf-to-hf", gguf_file, tmp_path / "out")
     out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (2, "")
-    assert (
-        err
-        == f"error: {tmp_path / 'out'} exists and is not empty; choose another directory, or set overwrite (--overwrite)\n"
+    refused = (
+        f"error: {tmp_path / 'out'} exists and is not empty; choose another directory, or set overwrite (--overwrite)"
     )
+    assert err == f"{refused}\n"
 
 
 @pytest.mark.parametrize(
