@@ -157,9 +157,7 @@ def load_engine(
         mask = _mask_token_id(speculative, draft_config) if speculative.drafter == "pard" else None
         check_same_vocabulary(tokenizer, draft_tokenizer, config.vocab_size, draft_config.vocab_size, mask)
 
-    speculation = _speculation(speculative, None if shared_weights else draft_config)
-    if shared_weights:
-        speculation = dataclasses.replace(speculation, draft=config, shares_weights=True)
+    speculation = _speculation(speculative, draft_config, shared_weights)
     device = mesh.devices.flat[0]
     memory = device_memory(device)
     plan = plan_memory(config, engine_config, speculation, dtype=dtype, chunk_size=chunk_size, memory_bytes=memory)
@@ -252,7 +250,7 @@ def _mask_token_id(speculative: SpeculativeConfig, draft: ModelConfig) -> int:
     return mask
 
 
-def _speculation(speculative: SpeculativeConfig | None, draft: ModelConfig | None) -> Speculation:
+def _speculation(speculative: SpeculativeConfig | None, draft: ModelConfig | None, shares_weights: bool) -> Speculation:
     if speculative is None:
         return Speculation()
     k = speculative.num_speculative_tokens
@@ -260,6 +258,7 @@ def _speculation(speculative: SpeculativeConfig | None, draft: ModelConfig | Non
         num_speculative_tokens=k,
         extra_slots=extra_slots(speculative.method, speculative.parallel_drafting, k),
         draft=draft,
+        shares_weights=shares_weights,
         sampled=speculative.draft_sample_method == "probabilistic",
     )
 

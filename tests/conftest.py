@@ -6,9 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from jaxtyping import install_import_hook
+
+if TYPE_CHECKING:
+    from pard_jax.tokenizer import Tokenizer
 
 # Before anything imports the package: its annotations are checked in tests, and only here.
 _hook = install_import_hook(
@@ -25,6 +29,24 @@ import jax  # noqa: E402
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
+
+
+@pytest.fixture(scope="module")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a small trained tokenizer, the module's own to change."""
+    from tests.helpers.tokenizer import make_tokenizer
+
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_dir: Path) -> Tokenizer:
+    """The tokenizer in ``tokenizer_dir``."""
+    from pard_jax.tokenizer import load_tokenizer
+
+    loaded = load_tokenizer(tokenizer_dir)
+    assert loaded is not None
+    return loaded
 
 
 @pytest.fixture(scope="session")

@@ -21,25 +21,13 @@ def load(directory, **keys) -> Tokenizer:
     return tokenizer
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(directory) -> Tokenizer:
-    loaded = load_tokenizer(directory)
-    assert loaded is not None
-    return loaded
-
-
 def test_importing_the_module_imports_no_transformers():
     code = "import sys, pard_jax.tokenizer; assert 'transformers' not in sys.modules and 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_encode_and_decode_are_the_tokenizers_librarys(tokenizer, directory):
-    raw = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+def test_encode_and_decode_are_the_tokenizers_librarys(tokenizer, tokenizer_dir):
+    raw = tokenizers.Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json"))
     ids = tokenizer.encode(TEXT)
     assert ids == raw.encode(TEXT).ids
     assert tokenizer.decode(ids) == TEXT

@@ -9,28 +9,15 @@ from transformers import PreTrainedTokenizerFast
 
 from pard_jax.engine.detokenizer import Detokenizer
 from pard_jax.sampling_params import SamplingParams
-from pard_jax.tokenizer import Tokenizer, load_tokenizer
-from tests.helpers.tokenizer import make_tokenizer
+from pard_jax.tokenizer import Tokenizer
 
 TEXT = "naïve café — 你好，世界 👨‍👩‍👧 🇩🇪 “x”\n\n\tdef f(a,  b):   return a"
 EOS = 2
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(directory) -> Tokenizer:
-    loaded = load_tokenizer(directory)
-    assert loaded is not None
-    return loaded
-
-
-@pytest.fixture(scope="module")
-def raw(directory) -> tokenizers.Tokenizer:
-    return tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+def raw(tokenizer_dir) -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_file(str(tokenizer_dir / "tokenizer.json"))
 
 
 def generate(tokenizer, ids, finish="length", stream_every=1, **keys):

@@ -29,7 +29,6 @@ class SequentialDrafter(ModelDrafter):
         model = bind(self.config, params)
         # Drafts that were fed but not accepted lie at or beyond length - 1: they are to be overwritten.
         cached = jnp.minimum(state.cached, context.length - 1)
-        cached = jnp.where(context.active, cached, state.cached)
         num_real = context.length - cached
         offsets = jnp.arange(2, dtype=jnp.int32)[None, :]
         first = jnp.take_along_axis(context.tokens, cached[:, None] + offsets, axis=1, mode="clip")
