@@ -38,7 +38,10 @@ class DecodeState:
 
 @pytree
 class Row:
-    """One request as the device sees it: what :func:`admit` puts into a row. Scalars but for two arrays."""
+    """One request as the device sees it: what :func:`admit` puts into a row. Scalars but for two arrays.
+
+    For several at once, every field has a leading axis.
+    """
 
     tokens: ArrayLike  # int32 [C], the prompt, zero-padded
     length: ArrayLike  # int32, of the prompt
@@ -84,25 +87,32 @@ def init_state(
     )
 
 
-def admit(drafter: Drafter, state: DecodeState, index: Int[Array, ""], row: Row) -> DecodeState:
-    """Put a request into a row. It decodes at once if there is nothing to prefill (a prompt of one token)."""
+def admit(drafter: Drafter, state: DecodeState, index: Int[Array, "*R"], row: Row) -> DecodeState:
+    """Put a request into a row. It decodes at once if there is nothing to prefill (a prompt of one token).
+
+    Or several into as many rows, each field of ``row`` with a leading axis; an index of B or more drops the request.
+    """
     s = state.sampling
+
+    def put(field: Array, value: ArrayLike) -> Array:
+        return field.at[index].set(value, mode="drop")
+
     return DecodeState(
-        tokens=state.tokens.at[index].set(row.tokens),
-        length=state.length.at[index].set(row.length),
-        cached=state.cached.at[index].set(0),
-        active=state.active.at[index].set(row.length == 1),
+        tokens=put(state.tokens, row.tokens),
+        length=put(state.length, row.length),
+        cached=put(state.cached, 0),
+        active=put(state.active, row.length == 1),
         sampling=SamplingState(
-            temperature=s.temperature.at[index].set(row.temperature),
-            top_k=s.top_k.at[index].set(row.top_k),
-            top_p=s.top_p.at[index].set(row.top_p),
-            min_p=s.min_p.at[index].set(row.min_p),
-            seed=s.seed.at[index].set(row.seed),
+            temperature=put(s.temperature, row.temperature),
+            top_k=put(s.top_k, row.top_k),
+            top_p=put(s.top_p, row.top_p),
+            min_p=put(s.min_p, row.min_p),
+            seed=put(s.seed, row.seed),
         ),
-        stop_ids=state.stop_ids.at[index].set(row.stop_ids),
-        min_length=state.min_length.at[index].set(row.min_length),
-        max_length=state.max_length.at[index].set(row.max_length),
-        num_logprobs=state.num_logprobs.at[index].set(row.num_logprobs),
+        stop_ids=put(state.stop_ids, row.stop_ids),
+        min_length=put(state.min_length, row.min_length),
+        max_length=put(state.max_length, row.max_length),
+        num_logprobs=put(state.num_logprobs, row.num_logprobs),
         cache=state.cache,
         draft=drafter.admit(state.draft, index),
     )

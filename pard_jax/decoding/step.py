@@ -148,16 +148,16 @@ class Programs:
         self.prefill = jax.jit(self._prefill, donate_argnums=1, static_argnames="window", **pinned)
         self.decode = jax.jit(self._decode, donate_argnums=1, static_argnames="window", **decode_pinned)
 
-    def _admit(self, state: DecodeState, index: Int[Array, ""], row: Row) -> DecodeState:
+    def _admit(self, state: DecodeState, index: Int[Array, "*R"], row: Row) -> DecodeState:
         return admit(self.drafter, state, index, row)
 
     def _prefill(
         self,
         params: dict[str, Any],
         state: DecodeState,
-        index: Int[Array, ""],
-        start: Int[Array, ""],
-        count: Int[Array, ""],
+        index: Int[Array, "*R"],
+        start: Int[Array, "*R"],
+        count: Int[Array, "*R"],
         *,
         window: int,
     ) -> DecodeState:
@@ -167,19 +167,26 @@ class Programs:
 
         The last prompt token is left to the first step, which runs it as any step runs the last kept token: prefill
         computes no logits, and the first output token is already drafted for.
+
+        With vectors, a chunk of each of R distinct rows in one pass; an ``index`` of B or more is padding.
         """
         model = bind(self.config, params["target"])
         capture = self.drafter.target_layers
-        chunk = lax.dynamic_slice(state.tokens, (index, start), (1, self.chunk_size))
-        out = model(chunk, state.cache, start[None], window=window, first_row=index, capture=capture)
+        if index.ndim == 0:
+            chunk = lax.dynamic_slice(state.tokens, (index, start), (1, self.chunk_size))
+        else:
+            at = start[:, None] + jnp.arange(self.chunk_size, dtype=jnp.int32)[None, :]
+            chunk = state.tokens.at[index[:, None], at].get(mode="clip")
+        starts = jnp.atleast_1d(start)
+        out = model(chunk, state.cache, starts, window=window, first_row=index, capture=capture)
         draft = self.drafter.prefill(params.get("draft"), state.draft, chunk, index, start, count, window=window)
         if out.features is not None:
-            draft = self.drafter.observe(draft, out.features, start[None], index)
+            draft = self.drafter.observe(draft, out.features, starts, index)
         end = start + count
         return dataclasses.replace(
             state,
-            cached=state.cached.at[index].set(end),
-            active=state.active.at[index].set(end == state.length[index] - 1),
+            cached=state.cached.at[index].set(end, mode="drop"),
+            active=state.active.at[index].set(end == state.length.at[index].get(mode="clip") - 1, mode="drop"),
             cache=out.cache,
             draft=draft,
         )

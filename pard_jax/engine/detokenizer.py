@@ -45,6 +45,11 @@ class Detokenizer:
         self._shown = 0  # characters of the window's text that are in self._text
 
     @property
+    def active(self) -> bool:
+        """Whether there is a tokenizer to make text; else :meth:`append` has nothing to do."""
+        return self._tokenizer is not None
+
+    @property
     def text(self) -> str:
         """All text so far, cut at the stop string; a character still incomplete is not in it."""
         return self._text

@@ -10,11 +10,10 @@ import collections
 import dataclasses
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -29,7 +28,8 @@ from pard_jax.engine.stop import StopChecker
 from pard_jax.sampling_params import SamplingParams
 from pard_jax.tokenizer import Tokenizer
 
-# Prefill passes between two dispatches while other rows are decoding, so that a long prompt does not stall them.
+# Prefill passes between two dispatches while other rows are decoding, so that a long prompt does not stall them. More
+# rows than this are admitted and prefilled together, where the plan has a wide pass for that.
 _CHUNKS_PER_DISPATCH = 4
 
 
@@ -112,6 +112,10 @@ class Engine:
             state_sharding=sharding,
         )
         self._slots: list[_Slot | None] = [None] * num_rows
+        self._most_passes = _CHUNKS_PER_DISPATCH
+        if plan.prefill_rows > 1:
+            # Half of the rows in one go: many small requests come and go faster than a few passes take them in.
+            self._most_passes = max(self._most_passes, num_rows // (2 * plan.prefill_rows))
         self._in_flight: collections.deque[_Dispatch] = collections.deque()
         # Shared with other threads, under the lock: requests not yet in a slot, ids to abort, ids that are known.
         self._lock = threading.Lock()
@@ -184,9 +188,9 @@ class Engine:
                 f"The prompt ({n} input tokens) plus the number of requested output tokens (at least 1) is longer than "
                 f"the maximum model length of {limit}. Shorten the prompt or raise max_model_len."
             )
-        for token in prompt_token_ids:
-            if not 0 <= token < vocab:
-                raise ValueError(f"Token id {token} is out of vocabulary; expected 0 to {vocab - 1}")
+        if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= vocab:
+            wrong = next(token for token in prompt_token_ids if not 0 <= token < vocab)
+            raise ValueError(f"Token id {wrong} is out of vocabulary; expected 0 to {vocab - 1}")
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests; ids that are unknown or finished already are ignored."""
@@ -210,9 +214,12 @@ class Engine:
         prefilled = -(-length // self.chunk_size) * self.chunk_size  # a prompt is read in whole chunks
         longest = self.plan.window(max(self._reach(length), prefilled))
         windows = [w for w in self.plan.windows if w <= longest]
-        self._admit_row(0, np.zeros(self.plan.num_slots, np.int32), 3, SamplingParams(), 0, (), 3)
+        widths = sorted({1, self.plan.prefill_rows})
+        for width in widths:
+            self._admit_rows([], width)
         for window in windows:
-            self._prefill_row(0, 0, 0, window)
+            for width in widths:
+                self._prefill_rows([], [], [], width, window)
             self._run(np.zeros(len(self._slots), bool), 1, window)
         jax.block_until_ready(self._state.length)
         return len(windows)
@@ -229,67 +236,82 @@ class Engine:
 
     def _take_aborts(self) -> list[RequestUpdate]:
         with self._lock:
+            if not self._aborted:
+                return []
             aborted, self._aborted = self._aborted, set()
-            ended = [r for r in self._waiting if r.request_id in aborted]
+            ended: list[tuple[Request, int | None]] = [(r, None) for r in self._waiting if r.request_id in aborted]
             self._waiting = collections.deque(r for r in self._waiting if r.request_id not in aborted)
-        running = [s.request for s in self._slots if s is not None and s.request.request_id in aborted]
+        slots = enumerate(self._slots)
+        ended += [(s.request, i) for i, s in slots if s is not None and s.request.request_id in aborted]
         updates = []
-        for request in ended + running:
+        for request, index in ended:
             request.finish("abort")
-            updates.append(self._retire(request))
+            updates.append(self._retire(request, index))
         return updates
 
     def _admit(self) -> None:
-        for index, slot in enumerate(self._slots):
-            if slot is not None:
-                continue
-            with self._lock:
-                if not self._waiting:
-                    return
-                request = self._waiting.popleft()
+        free = [i for i, slot in enumerate(self._slots) if slot is None]
+        with self._lock:
+            admitted = [(i, self._waiting.popleft()) for i in free[: len(self._waiting)]]
+        for index, request in admitted:
             self._slots[index] = _Slot(request)
-            tokens = np.zeros(self.plan.num_slots, np.int32)
-            n = len(request.prompt_token_ids)
-            tokens[:n] = request.prompt_token_ids
-            params = request.params
-            self._admit_row(index, tokens, n, params, request.seed, request.stop.token_ids, request.max_length)
+        while admitted:
+            width = self._width(len(admitted))
+            self._admit_rows(admitted[:width], width)
+            admitted = admitted[width:]
 
-    def _admit_row(
-        self, index: int, tokens: np.ndarray, length: int, params: SamplingParams, seed: int,
-        stop_ids: Iterable[int], max_length: int,
-    ) -> None:  # fmt: skip
-        padded = np.full(MAX_STOP_TOKEN_IDS, -1, np.int32)
-        ids = list(stop_ids)
-        padded[: len(ids)] = ids
+    def _width(self, count: int) -> int:
+        """Rows of the next call that admits or prefills, where ``count`` are to be."""
+        return self.plan.prefill_rows if count > _CHUNKS_PER_DISPATCH else 1
+
+    def _admit_rows(self, admitted: list[tuple[int, Request]], width: int) -> None:
+        """Put up to ``width`` requests into their rows by one call of a program compiled for this many."""
+        requests = [request for _, request in admitted]
+        params = [request.params for request in requests]
+        prompts = [request.prompt_token_ids for request in requests]
+        stop_ids = [request.stop.token_ids for request in requests]
+        lengths = [len(prompt) for prompt in prompts]
         row = Row(
-            tokens=jnp.asarray(tokens),
-            length=np.int32(length),
-            temperature=np.float32(params.temperature),
-            top_k=np.int32(max(params.top_k, 0)),
-            top_p=np.float32(params.top_p),
-            min_p=np.float32(params.min_p),
-            seed=np.uint32(seed),
-            stop_ids=padded,
-            min_length=np.int32(length + params.min_tokens),
-            max_length=np.int32(max_length),
-            num_logprobs=np.int32(-1 if params.logprobs is None else params.logprobs),
+            tokens=_padded(prompts, width, self.plan.num_slots, 0),
+            length=_column(lengths, width, np.int32),
+            temperature=_column([p.temperature for p in params], width, np.float32),
+            top_k=_column([max(p.top_k, 0) for p in params], width, np.int32),
+            top_p=_column([p.top_p for p in params], width, np.float32),
+            min_p=_column([p.min_p for p in params], width, np.float32),
+            seed=_column([request.seed for request in requests], width, np.uint32),
+            stop_ids=_padded(stop_ids, width, MAX_STOP_TOKEN_IDS, -1),
+            min_length=_column([n + p.min_tokens for n, p in zip(lengths, params, strict=True)], width, np.int32),
+            max_length=_column([request.max_length for request in requests], width, np.int32),
+            num_logprobs=_column([-1 if p.logprobs is None else p.logprobs for p in params], width, np.int32),
         )
-        self._state = self._programs.admit(self._state, np.int32(index), row)
+        self._state = self._programs.admit(self._state, self._row_ids([i for i, _ in admitted], width), row)
 
     def _prefill(self) -> None:
+        pending = [(i, s) for i, s in enumerate(self._slots) if s is not None and s.num_to_prefill > 0]
         decoding = any(s is not None and s.num_to_prefill <= 0 for s in self._slots)
-        budget = _CHUNKS_PER_DISPATCH if decoding else None
-        for index, slot in enumerate(self._slots):
-            while slot is not None and slot.num_to_prefill > 0 and budget != 0:
-                count = min(self.chunk_size, slot.num_to_prefill)
-                self._prefill_row(index, slot.prefilled, count, self.plan.window(slot.prefilled + self.chunk_size))
+        budget = self._most_passes if decoding else None
+        while pending and budget != 0:
+            width = self._width(len(pending))
+            rows = dict(pending[:width])
+            starts = [slot.prefilled for slot in rows.values()]
+            counts = [min(self.chunk_size, slot.num_to_prefill) for slot in rows.values()]
+            self._prefill_rows(list(rows), starts, counts, width, self.plan.window(max(starts) + self.chunk_size))
+            for slot, count in zip(rows.values(), counts, strict=True):
                 slot.prefilled += count
-                budget = None if budget is None else budget - 1
+            pending = [(i, s) for i, s in rows.items() if s.num_to_prefill > 0] + pending[width:]
+            budget = None if budget is None else budget - 1
 
-    def _prefill_row(self, index: int, start: int, count: int, window: int) -> None:
+    def _prefill_rows(self, rows: list[int], starts: list[int], counts: list[int], width: int, window: int) -> None:
+        """Take in a chunk of each of up to ``width`` rows' prompts by one call of a program compiled for this many."""
+        starts_, counts_ = (_column(values, width, np.int32) for values in (starts, counts))
         self._state = self._programs.prefill(
-            self._params, self._state, np.int32(index), np.int32(start), np.int32(count), window=window
+            self._params, self._state, self._row_ids(rows, width), starts_, counts_, window=window
         )
+
+    def _row_ids(self, rows: list[int], width: int) -> Any:
+        """Row ids of a call ``width`` rows wide; what is missing is filled with ids, all different, of no row."""
+        spare = len(self._slots)
+        return _column([*rows, *range(spare, spare + width - len(rows))], width, np.int32)
 
     def _dispatch(self) -> bool:
         rows = {i: s for i, s in enumerate(self._slots) if s is not None and s.num_to_prefill <= 0}
@@ -326,31 +348,40 @@ class Engine:
         )
         wants_logprobs = any(s.request.params.logprobs is not None for s in live.values())
         logprobs = jax.device_get(out.logprobs) if wants_logprobs else None
-        self.num_steps += int(steps)
+        steps = int(steps)
+        self.num_steps += steps
         now = time.monotonic()
+        # Without speculation a row's steps are one token each until it ends, and are taken in together: at a thousand
+        # rows this loop is what bounds the engine.
+        together = None
+        if not self.drafter.num_speculative_tokens and logprobs is None:
+            together = (tokens[:steps, :, 0].T.tolist(), kept[:steps].sum(axis=0).tolist())
         updates = []
         for index, slot in live.items():
             request = slot.request
             slot.pending_steps -= dispatch.num_steps
-            for i in range(int(steps)):
-                if request.finished or kept[i, index] == 0:
+            if together is not None:
+                rows, totals = together
+                if totals[index]:
+                    request.extend(rows[index][: totals[index]], 0, 0, None, now)
+            for i in range(0 if together is not None else steps):
+                n = int(kept[i, index])
+                if request.finished or n == 0:
                     break
                 step_logprobs = None
                 if logprobs is not None:
                     fields = (logprobs.chosen, logprobs.rank, logprobs.top_ids, logprobs.top_values)
                     step_logprobs = StepLogprobs(*(f[i, index] for f in fields))
-                n = int(kept[i, index])
-                request.extend(tokens[i, index, :n], int(drafts[i, index]), int(accepted[i, index]), step_logprobs, now)
-            if request.finished:
-                updates.append(self._retire(request))
-            else:
-                updates.append(request.update())
+                kept_ids = tokens[i, index, :n].tolist()
+                request.extend(kept_ids, int(drafts[i, index]), int(accepted[i, index]), step_logprobs, now)
+            updates.append(self._retire(request, index) if request.finished else request.update())
         return updates
 
-    def _retire(self, request: Request) -> RequestUpdate:
-        """Free a finished request's slot; the device stops its row by the next dispatch's ``keep``."""
+    def _retire(self, request: Request, index: int | None) -> RequestUpdate:
+        """Free a finished request's slot, if it has one; the device stops its row by the next dispatch's ``keep``."""
         self.acceptance.merge(request.acceptance)
-        self._slots = [None if s is not None and s.request is request else s for s in self._slots]
+        if index is not None:
+            self._slots[index] = None
         with self._lock:
             self._known.discard(request.request_id)
             self._aborted.discard(request.request_id)
@@ -362,3 +393,18 @@ class Engine:
             return int(np.random.SeedSequence(params.seed % 2**64).generate_state(1)[0])
         with self._lock:
             return int(self._seeds.spawn(1)[0].generate_state(1)[0])
+
+
+def _column(values: list[Any], width: int, dtype: Any) -> Any:
+    """One value a row, zeros behind: an array ``[width]``, or the scalar where ``width`` is 1."""
+    column = np.zeros(width, dtype)
+    column[: len(values)] = values
+    return column if width > 1 else column[0]
+
+
+def _padded(lists: Sequence[Sequence[int]], width: int, size: int, fill: int) -> np.ndarray:
+    """One list of ids a row, filled up: int32 ``[width, size]``, or ``[size]`` where ``width`` is 1."""
+    padded = np.full((width, size), fill, np.int32)
+    for row, ids in zip(padded, lists, strict=False):
+        row[: len(ids)] = ids
+    return padded if width > 1 else padded[0]

@@ -13,6 +13,8 @@ from pard_jax.config import EngineConfig, ModelConfig
 _GIB = 1 << 30
 # Slots are a multiple of this: the widest tile of a TPU's registers, so that no cache is padded on the way.
 _SLOT_MULTIPLE = 128
+# The most rows of one wide prefill pass: by then it is bound by arithmetic.
+_MAX_PREFILL_ROWS = 64
 
 
 class NotEnoughMemoryError(ValueError):
@@ -41,6 +43,7 @@ class MemoryPlan:
     cache_bytes: int
     workspace_bytes: int
     budget_bytes: int | None  # None: the device does not tell what it has
+    prefill_rows: int = 1  # rows of a wide prefill pass; 1: there is none
 
     @property
     def total_bytes(self) -> int:
@@ -159,7 +162,9 @@ def _plan(
     caches = sum(cache_bytes(m, num_rows, num_slots, dtype) for m in models)
     # float32 scores over the vocabulary: raw, warped, probabilities and noise of the target's rows; twice for drafts.
     scores = 4 * num_rows * target.vocab_size * (4 * (k + 1) + (2 * k if speculation.sampled else k))
-    rows = max(num_rows * max(2 * k, k + 1), chunk_size)
+    # A wide pass takes in at most four times the tokens of a plain decoding step, so that small batches have none.
+    prefill_rows = min(_MAX_PREFILL_ROWS, max(1, 4 * num_rows // chunk_size), num_rows)
+    rows = max(num_rows * max(2 * k, k + 1), prefill_rows * chunk_size)
     widest = max(models, key=lambda m: m.intermediate_size)
     activations = rows * (3 * widest.intermediate_size + 6 * target.hidden_size) * dtype.itemsize
     attention = 2 * 4 * rows * max(m.num_heads for m in models) * num_slots
@@ -171,6 +176,7 @@ def _plan(
         cache_bytes=caches // engine.tensor_parallel_size + 4 * num_rows * num_slots,
         workspace_bytes=(scores + activations + attention) // engine.tensor_parallel_size,
         budget_bytes=budget,
+        prefill_rows=prefill_rows,
     )
 
 

@@ -71,6 +71,7 @@ class Request:
         self.stop_reason: int | str | None = None
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, params)
+        self._ids_alone = self.logprobs is None and not self._detokenizer.active  # nothing to do token by token
         self._streamed = 0  # tokens already handed out in updates
 
     @property
@@ -83,23 +84,27 @@ class Request:
         return self.finish_reason is not None
 
     def extend(
-        self, tokens: np.ndarray, num_drafts: int, num_accepted: int, logprobs: StepLogprobs | None, now: float
+        self, tokens: list[int], num_drafts: int, num_accepted: int, logprobs: StepLogprobs | None, now: float
     ) -> None:
         """Take in what one step kept, in order, dropping what follows the token that ends the request.
 
+        Steps without drafts and log-probabilities may be taken in together.
         ``now``: when the host read it; equal for all steps of one dispatch.
         """
         if self.metrics.first_token_time is None:
             self.metrics.first_token_time = now
         self.metrics.last_token_time = now
-        kept, end = 0, None
-        for i, token in enumerate(tokens.tolist()):
-            kept += 1
-            self.token_ids.append(token)
-            if self.logprobs is not None and logprobs is not None:
-                self.logprobs.append(self._logprob_entry(token, logprobs, i))
-            if (end := self._end_at(token)) is not None:
-                break
+        kept, end = len(tokens), None
+        if self._ids_alone and self.stop.none_ends(tokens, len(self.token_ids), self.num_tokens):
+            self.token_ids += tokens
+        else:
+            for i, token in enumerate(tokens):
+                self.token_ids.append(token)
+                if self.logprobs is not None and logprobs is not None:
+                    self.logprobs.append(self._logprob_entry(token, logprobs, i))
+                if (end := self._end_at(token)) is not None:
+                    kept = i + 1
+                    break
         self.metrics.num_generation_tokens = len(self.token_ids)
         if now == self.metrics.first_token_time:
             self.metrics.num_first_tokens = len(self.token_ids)

@@ -43,6 +43,7 @@ class StopChecker:
         self._max_model_len = max_model_len
         ids = [*([] if self._eos is None else [self._eos]), *(own if params.ignore_eos else (*extra, *own))]
         self.token_ids: tuple[int, ...] = tuple(dict.fromkeys(ids))
+        self._ends = frozenset(ids)
 
     def check(self, token_id: int, num_output_tokens: int, num_total_tokens: int) -> tuple[str, int | None] | None:
         """Whether a token ends the request: EOS before stop token ids before length.
@@ -67,6 +68,18 @@ class StopChecker:
         if self._max_tokens is not None and num_output_tokens >= self._max_tokens:
             return "length", None
         return None
+
+    def none_ends(self, token_ids: list[int], num_output_tokens: int, num_total_tokens: int) -> bool:
+        """Whether none of the next tokens can end the request, by one look at all of them.
+
+        False says only that :meth:`check` must look at each. The numbers are those before these tokens.
+        """
+        count = len(token_ids)
+        return (
+            num_total_tokens + count < self._max_model_len
+            and (self._max_tokens is None or num_output_tokens + count < self._max_tokens)
+            and self._ends.isdisjoint(token_ids)
+        )
 
 
 def check_stop_strings(

@@ -37,13 +37,14 @@ class KVCache:
     def write(
         self,
         layer: Int[Array, ""],
-        first_row: Int[Array, ""],
+        first_row: Int[Array, ""] | Int[Array, "R"],
         starts: Int[Array, "R"],
         k: Float[Array, "R M T H"],
         v: Float[Array, "R M T H"],
     ) -> KVCache:
         """Put ``T`` new slots of rows ``first_row..first_row+R`` at ``starts`` (one a row) of one layer.
 
+        ``first_row`` may also be R distinct row ids; one at or beyond B names no row, and nothing is written for it.
         The caller guarantees ``starts + T <= S``: nothing is clamped in a way that could reach other slots' keys
         unnoticed, because rows are allocated with spare slots behind the longest sequence.
         """
@@ -53,10 +54,13 @@ class KVCache:
         )
 
     def window(
-        self, layer: Int[Array, ""], first_row: Int[Array, ""], rows: int, window: int
+        self, layer: Int[Array, ""], first_row: Int[Array, ""] | Int[Array, "R"], rows: int, window: int
     ) -> tuple[Float[Array, "R M W H"], Float[Array, "R M W H"]]:
-        """The first ``window`` slots of ``rows`` rows of one layer: what a pass reads."""
+        """The first ``window`` slots of ``rows`` rows of one layer: what a pass reads. A row id that names no row reads
+        another's."""
         _, _, m, _, h = self.k.shape
+        if first_row.ndim == 1:
+            return _gather(self.k, layer, first_row, window), _gather(self.v, layer, first_row, window)
         at = (layer, first_row, 0, 0, 0)
         size = (1, rows, m, window, h)
         return lax.dynamic_slice(self.k, at, size)[0], lax.dynamic_slice(self.v, at, size)[0]
@@ -65,10 +69,11 @@ class KVCache:
 def _write(cache: Array, layer: Array, first_row: Array, starts: Array, new: Array) -> Array:
     new = new.astype(cache.dtype)
     rows = new.shape[0]
-    if rows == 1:
+    if rows == 1 and first_row.ndim == 0:
         return lax.dynamic_update_slice(cache, new[None], (layer, first_row, 0, starts[0], 0))
     # One window [M, T, H] a row, each at its own slot.
-    row_ids = first_row + jnp.arange(rows, dtype=jnp.int32)
+    consecutive = first_row.ndim == 0
+    row_ids = first_row + jnp.arange(rows, dtype=jnp.int32) if consecutive else first_row
     indices = jnp.stack([jnp.broadcast_to(layer, (rows,)), row_ids, starts], axis=1)
     return lax.scatter(
         cache,
@@ -77,7 +82,18 @@ def _write(cache: Array, layer: Array, first_row: Array, starts: Array, new: Arr
         lax.ScatterDimensionNumbers(
             update_window_dims=(1, 2, 3), inserted_window_dims=(0, 1), scatter_dims_to_operand_dims=(0, 1, 3)
         ),
-        indices_are_sorted=True,
+        indices_are_sorted=consecutive,
         unique_indices=True,
-        mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+        mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS if consecutive else lax.GatherScatterMode.FILL_OR_DROP,
+    )
+
+
+def _gather(cache: Array, layer: Array, row_ids: Array, window: int) -> Array:
+    _, _, m, _, h = cache.shape
+    return lax.gather(
+        cache,
+        jnp.stack([jnp.broadcast_to(layer, row_ids.shape), row_ids], axis=1),
+        lax.GatherDimensionNumbers(offset_dims=(1, 2, 3), collapsed_slice_dims=(0, 1), start_index_map=(0, 1)),
+        slice_sizes=(1, 1, m, window, h),
+        mode=lax.GatherScatterMode.CLIP,
     )

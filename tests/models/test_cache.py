@@ -47,6 +47,29 @@ def test_write_equals_a_loop(layer, first_row, starts, width):
     np.testing.assert_array_equal(written.v, expected[1])
 
 
+@pytest.mark.parametrize(
+    ("rows", "starts", "width"),
+    [([3, 0, 4], [0, S - 4, 7], 4), ([2], [5], 3), ([4, B, 1, B + 1], [2, 0, S - 1, 3], 1), ([B], [0], 2)],
+)
+def test_rows_by_their_ids(rows, starts, width):
+    """Written and read in the order of the ids; an id that is no row's writes nothing."""
+    cache = random_cache(0)
+    new = np.random.default_rng(1).standard_normal((2, len(rows), M, width, H)).astype(np.float32)
+    expected = [np.array(cache.k), np.array(cache.v)]
+    for which in range(2):
+        for r, (row, start) in enumerate(zip(rows, starts, strict=True)):
+            if row < B:
+                expected[which][1, row, :, start : start + width] = new[which, r]
+    ids = jnp.asarray(rows, jnp.int32)
+    written = jax.jit(KVCache.write)(cache, jnp.int32(1), ids, jnp.asarray(starts, jnp.int32), *map(jnp.asarray, new))
+    np.testing.assert_array_equal(written.k, expected[0])
+    np.testing.assert_array_equal(written.v, expected[1])
+    k, v = written.window(jnp.int32(1), ids, len(rows), 9)
+    real = [r for r, row in enumerate(rows) if row < B]
+    np.testing.assert_array_equal(k[np.asarray(real, int)], expected[0][1, [rows[r] for r in real], :, :9])
+    np.testing.assert_array_equal(v[np.asarray(real, int)], expected[1][1, [rows[r] for r in real], :, :9])
+
+
 def test_write_takes_the_cache_dtype():
     cache = random_cache(2, jnp.bfloat16)
     new = jnp.full((1, M, 1, H), 1 + 2**-12, jnp.float32)

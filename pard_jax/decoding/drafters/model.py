@@ -41,16 +41,16 @@ class ModelDrafter(Drafter):
         device = None if mesh is None else replicated(mesh)
         return DraftState(KVCache.zeros(shape, dtype, mesh), jnp.zeros((num_rows,), jnp.int32, device=device))
 
-    def admit(self, state: DraftState, row: Int[Array, ""]) -> DraftState:
-        return dataclasses.replace(state, cached=state.cached.at[row].set(0))
+    def admit(self, state: DraftState, row: Int[Array, "*R"]) -> DraftState:
+        return dataclasses.replace(state, cached=state.cached.at[row].set(0, mode="drop"))
 
     def prefill(
-        self, params: Any, state: DraftState, tokens: Int[Array, "1 C"], row: Int[Array, ""], start: Int[Array, ""],
-        count: Int[Array, ""], *, window: int,
+        self, params: Any, state: DraftState, tokens: Int[Array, "R C"], row: Int[Array, "*R"],
+        start: Int[Array, "*R"], count: Int[Array, "*R"], *, window: int,
     ) -> DraftState:  # fmt: skip
         model = bind(self.config, params)
-        out = model(self._known_ids(tokens), state.cache, start[None], window=window, first_row=row)
-        return DraftState(out.cache, state.cached.at[row].set(start + count))
+        out = model(self._known_ids(tokens), state.cache, jnp.atleast_1d(start), window=window, first_row=row)
+        return DraftState(out.cache, state.cached.at[row].set(start + count, mode="drop"))
 
     def _known_ids(self, tokens: Int[Array, "B T"]) -> Int[Array, "B T"]:
         """Ids that the draft's table has: a target may emit an id of its padded tail, which a smaller draft lacks."""

@@ -50,15 +50,18 @@ class Drafter(abc.ABC):
         """State for ``num_rows`` rows of ``num_slots`` cache slots."""
         return ()
 
-    def admit(self, state: Any, row: Int[Array, ""]) -> Any:
-        """Forget what the row held: a new request starts there."""
+    def admit(self, state: Any, row: Int[Array, "*R"]) -> Any:
+        """Forget what a row held, or each of several: a new request starts there. An id of B or more names no row."""
         return state
 
     def prefill(
-        self, params: Any, state: Any, tokens: Int[Array, "1 C"], row: Int[Array, ""], start: Int[Array, ""],
-        count: Int[Array, ""], *, window: int,
+        self, params: Any, state: Any, tokens: Int[Array, "R C"], row: Int[Array, "*R"], start: Int[Array, "*R"],
+        count: Int[Array, "*R"], *, window: int,
     ) -> Any:  # fmt: skip
-        """Take in a chunk of a prompt: ``count`` valid tokens, the first at position ``start``."""
+        """Take in a chunk of a prompt: ``count`` valid tokens, the first at position ``start``.
+
+        Of one row (R = 1, the others scalars) or of several; a row id of B or more is padding, and leaves no trace.
+        """
         return state
 
     @abc.abstractmethod
@@ -66,9 +69,11 @@ class Drafter(abc.ABC):
         """Draft K tokens a row; ``window`` is the number of cache slots worth reading (static)."""
 
     def observe(
-        self, state: Any, features: Float[Array, "G R T D"], starts: Int[Array, "R"], first_row: Int[Array, ""] | int
-    ) -> Any:
-        """See the target's ``features`` of tokens at positions ``starts..starts+T`` of rows from ``first_row`` on.
+        self, state: Any, features: Float[Array, "G R T D"], starts: Int[Array, "R"],
+        first_row: Int[Array, ""] | Int[Array, "R"] | int,
+    ) -> Any:  # fmt: skip
+        """See the target's ``features`` of tokens at positions ``starts..starts+T`` of rows from ``first_row`` on, or
+        of the rows that ``first_row`` lists (an id of B or more: padding).
 
         Called after every prefill chunk and every verification, if ``target_layers`` is not empty. Tokens behind a
         row's length were rejected or padding.
