@@ -1,4 +1,4 @@
-"""Grouped-query attention of new tokens over a row's cache."""
+"""Grouped-query attention: of new tokens over a row's cache, and of whole sequences in training."""
 
 from __future__ import annotations
 
@@ -27,3 +27,41 @@ def attend(
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     out = jnp.einsum("rmgtw,rmwh->rtmgh", weights, v, precision=precision_of(v.dtype))
     return out.reshape(r, t, n * h)
+
+
+IMPLEMENTATIONS = ("auto", "xla", "cudnn")
+
+
+def attend_sequence(
+    q: Float[Array, "R T N H"],
+    k: Float[Array, "R T M H"],
+    v: Float[Array, "R T M H"],
+    mask: Bool[Array, "R T T"],
+    *,
+    implementation: str = "xla",
+) -> Float[Array, "R T N*H"]:
+    """Softmax attention of sequences over themselves, under any mask, by ``jax.nn.dot_product_attention``.
+
+    Args:
+        mask: every query sees one key at least.
+        implementation: ``"xla"`` holds the scores ``[R, N, T, T]``; ``"cudnn"`` (NVIDIA GPUs, bfloat16 or float16, even
+            T) never does.
+    """
+    out = jax.nn.dot_product_attention(
+        q, k, v, mask=mask[:, None, :, :], implementation="cudnn" if implementation == "cudnn" else "xla"
+    )
+    return out.reshape(*out.shape[:2], -1)
+
+
+def resolve_implementation(implementation: str, dtype) -> str:
+    """``"auto"`` is cuDNN's kernel on an NVIDIA GPU in a 16-bit dtype, and XLA elsewhere.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"unknown attention implementation {implementation!r}; choose of {', '.join(IMPLEMENTATIONS)}")
+    if implementation != "auto":
+        return implementation
+    nvidia = "cuda" in getattr(jax.devices()[0].client, "platform_version", "").lower()
+    return "cudnn" if nvidia and jnp.dtype(dtype).itemsize == 2 else "xla"

@@ -16,14 +16,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pard_jax.config.model import ModelConfig
-from pard_jax.models.attention import attend
+from pard_jax.models.attention import attend, attend_sequence
 from pard_jax.models.cache import KVCache
 from pard_jax.models.precision import precision_of
 from pard_jax.models.rope import apply_rope, rope_tables
 from pard_jax.models.sharding import param_sharding
+
+_MAX_UNROLLED = 8  # layers of a training pass that are unrolled
 
 Params = dict[str, Any]  # nested dict of arrays, keyed as the attributes of Decoder
 
@@ -93,7 +95,7 @@ class Decoder(nnx.Module):
         starts: Int[Array, "R"],
         *,
         window: int,
-        first_row: Int[Array, ""] | int = 0,
+        first_row: Int[Array, ""] | Int[Array, "R"] | int = 0,
         capture: tuple[int, ...] = (),
     ) -> Pass:
         """Run ``T`` new tokens of ``R`` rows, writing their keys and values into the cache.
@@ -103,7 +105,8 @@ class Decoder(nnx.Module):
             cache: keys and values of the positions before ``starts``; anything may lie behind.
             starts: where each row's new tokens go.
             window: slots read (static); at least ``max(starts) + T``, so that cost follows the live length.
-            first_row: the rows are ``first_row..first_row+R`` of the cache.
+            first_row: the rows are ``first_row..first_row+R`` of the cache; or R distinct row ids, of which those that
+                are no row's leave no trace.
             capture: layers (0-based, static) whose residual stream is returned as ``features``, in this order.
         """
         config = self.config
@@ -125,10 +128,7 @@ class Decoder(nnx.Module):
                 k, v = cache.window(index, first_row, r, window)
                 x = x + _linear(attend(q, k, v, mask), p["o_proj"], p.get("o_bias"))
             with jax.named_scope("mlp"):
-                h = _rms_norm(x, p["mlp_norm"], config.rms_norm_eps)
-                gate = jax.nn.silu(_linear(h, p["gate_proj"], p.get("gate_bias")))
-                up = _linear(h, p["up_proj"], p.get("up_bias"))
-                x = x + _linear(gate * up, p["down_proj"], p.get("down_bias"))
+                x = x + _mlp(config, p, x)
             return (x, cache), (x if capture else None)
 
         layers = nnx.to_pure_dict(nnx.state(self.layers))
@@ -136,6 +136,46 @@ class Decoder(nnx.Module):
         (x, cache), residuals = lax.scan(layer, (x, cache), (layers, indices))
         features = None if residuals is None else residuals[jnp.asarray(capture)]
         return Pass(_rms_norm(x, self.norm[...], config.rms_norm_eps), cache, features)
+
+    def encode(
+        self,
+        inputs: Float[Array, "R T D"],
+        positions: Int[Array, "R T"],
+        mask: Bool[Array, "R T T"],
+        *,
+        implementation: str = "xla",
+        remat: bool = False,
+    ) -> Float[Array, "R T D"]:
+        """Hidden states of whole sequences at once, without a cache: what training differentiates.
+
+        Args:
+            inputs: rows of the embedding.
+            positions: of each token, for the rotary embedding; any order.
+            mask: whether a query (second axis) sees a key (third axis); every query sees one at least.
+            implementation: see :func:`pard_jax.models.attention.attend_sequence`.
+            remat: keep only the layers' inputs for the backward pass and compute the rest again.
+
+        Returns:
+            The states after the final norm: what :meth:`logits` reads.
+        """
+        config = self.config
+        tables = rope_tables(config.rope, config.head_dim, positions)
+
+        def layer(x: Array, p: Params) -> tuple[Array, None]:
+            with jax.named_scope("attention"):
+                q, k, v = _qkv(config, p, _rms_norm(x, p["attn_norm"], config.rms_norm_eps))
+                q, k = apply_rope(q, tables), apply_rope(k, tables)
+                out = attend_sequence(q, k, v, mask, implementation=implementation)
+                x = x + _linear(out, p["o_proj"], p.get("o_bias"))
+            with jax.named_scope("mlp"):
+                x = x + _mlp(config, p, x)
+            return x, None
+
+        layers = nnx.to_pure_dict(nnx.state(self.layers))
+        # Shallow models are unrolled: a scan would copy every residual into a stacked array and back.
+        unroll = config.num_layers if config.num_layers <= _MAX_UNROLLED else 1
+        x, _ = lax.scan(jax.checkpoint(layer) if remat else layer, inputs, layers, unroll=unroll)
+        return _rms_norm(x, self.norm[...], config.rms_norm_eps)
 
     def logits(self, hidden: Float[Array, "R T D"]) -> Float[Array, "R T V"]:
         """Scores over the vocabulary, float32. A tied head contracts on the embedding's D axis: no transposed copy."""
@@ -159,6 +199,13 @@ def _qkv(config: ModelConfig, p: Params, x: Array) -> tuple[Array, Array, Array]
         q = _rms_norm(q, p["q_norm"], config.rms_norm_eps)
         k = _rms_norm(k, p["k_norm"], config.rms_norm_eps)
     return q, k, v
+
+
+def _mlp(config: ModelConfig, p: Params, x: Array) -> Array:
+    h = _rms_norm(x, p["mlp_norm"], config.rms_norm_eps)
+    gate = jax.nn.silu(_linear(h, p["gate_proj"], p.get("gate_bias")))
+    up = _linear(h, p["up_proj"], p.get("up_bias"))
+    return _linear(gate * up, p["down_proj"], p.get("down_bias"))
 
 
 def _linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
