@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from pard_jax import presets
 from pard_jax.config import EngineConfig, SpeculativeConfig
 from pard_jax.config.engine import DTYPES
 from pard_jax.sampling_params import SamplingParams
@@ -45,11 +46,22 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message} (see {self.prog} --help)")
 
 
+class _ListPresets(argparse.Action):
+    """Prints the presets and ends the command, as ``--version`` does."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        print(presets.describe_presets())
+        parser.exit()
+
+
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """``--model``, ``--revision``, ``--dtype``, ``--tensor-parallel-size``."""
+    """``--model``, ``--list-presets``, ``--revision``, ``--dtype``, ``--tensor-parallel-size``."""
     group = parser.add_argument_group("model")
     add = group.add_argument
-    add("--model", required=True, metavar="MODEL", help="checkpoint directory (Hugging Face or Orbax), or hub id")
+    add("--model", default=presets.DEFAULT, metavar="MODEL",
+        help="checkpoint directory (Hugging Face or Orbax), hub id, or a preset's name, which brings a draft and K "
+        f"(default: {presets.DEFAULT})")  # fmt: skip
+    add("--list-presets", action=_ListPresets, nargs=0, help="list the presets and exit")
     add("--revision", help="branch, tag or commit of a hub id")
     add("--dtype", default="auto", metavar="DTYPE",
         help=f"{', '.join(DTYPES)}; auto is float32 on a CPU, bfloat16 elsewhere")  # fmt: skip
@@ -58,9 +70,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that :func:`speculative_config` reads."""
-    group = parser.add_argument_group("speculation", "by flags, or as vLLM's JSON; without either, plain decoding")
+    group = parser.add_argument_group(
+        "speculation", "by flags, or as vLLM's JSON; without either, a preset's draft, or else plain decoding"
+    )
     add = group.add_argument
-    add("--draft-model", metavar="MODEL", help="checkpoint directory or hub id of the draft")
+    add("--draft-model", metavar="MODEL", help="checkpoint directory, hub id or preset of the draft")
     add("--draft-revision", metavar="REVISION", help="branch, tag or commit of the draft's hub id")
     add("-k", "--num-speculative-tokens", type=int, metavar="K", help="tokens drafted a step, 1 to 128")
     add("--method", choices=("pard", "draft_model", "ngram", "none"),
@@ -113,6 +127,8 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 def speculative_config(args: argparse.Namespace) -> SpeculativeConfig | None:
     """What the speculation flags ask for; None for plain decoding.
 
+    Where ``--model`` names a preset, :func:`pard_jax.presets.fill_preset` completes the flags beforehand.
+
     Raises:
         ValueError, NotImplementedError: flags that contradict one another, or see :class:`SpeculativeConfig`.
     """
@@ -123,7 +139,7 @@ def speculative_config(args: argparse.Namespace) -> SpeculativeConfig | None:
                 f"--speculative-config contradicts {', '.join(given.values())}; use the JSON or the flags, not both"
             )
         try:
-            return SpeculativeConfig.from_dict(json.loads(args.speculative_config))
+            return SpeculativeConfig.from_dict(presets.complete(json.loads(args.speculative_config)))
         except json.JSONDecodeError as e:
             raise ValueError(f"--speculative-config is not valid JSON: {e}") from None
     drafts = "pard" if args.draft_model is not None else "ngram" if args.num_speculative_tokens is not None else "none"
@@ -245,7 +261,7 @@ def run_command(command: Callable[[], None]) -> int:
     except BrokenPipeError:
         _discard_stdout()
         return 141
-    except (ValueError, NotImplementedError, OSError) as e:
+    except (ValueError, NotImplementedError, OSError, FloatingPointError) as e:
         return _fail(_message(e))
     except (RuntimeError, MemoryError) as e:
         if not isinstance(e, MemoryError) and "RESOURCE_EXHAUSTED" not in str(e):

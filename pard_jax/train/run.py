@@ -1,0 +1,207 @@
+"""A training run from the flags to the exported model: loads, assembles, trains, writes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pard_jax import report
+from pard_jax.config import ModelConfig
+from pard_jax.models.attention import resolve_implementation
+from pard_jax.tokenizer import load_tokenizer
+from pard_jax.train import data, export, initial, options
+from pard_jax.train.checkpoints import Checkpoints
+from pard_jax.train.evaluate import Evaluator
+from pard_jax.train.logs import Log
+from pard_jax.train.objective import Objective
+from pard_jax.train.optimizer import OptimizerConfig
+from pard_jax.train.trainer import Intervals, Outcome, data_mesh, train, write_plot
+from pard_jax.weights import load_params, resolve_checkpoint
+
+# Settings without an effect on the result, which may differ when a run is resumed.
+_FREE = {"output", "log_every", "evaluate_every", "save_every", "keep", "tensorboard", "overwrite", "evaluation_batch"}
+
+
+def run(args: argparse.Namespace) -> Outcome:
+    """Load, train and export as the flags say.
+
+    Raises:
+        KeyboardInterrupt: the run was interrupted, and left a checkpoint.
+        ValueError, OSError, FloatingPointError: see the modules that raise them.
+    """
+    optimizer, cod = options.optimizer_config(args), options.cod_config(args)
+    device = report.start_jax()
+    mesh = data_mesh(args.devices)
+    options.check(args, mesh.devices.size)
+    directory_of_run = Path(args.output)
+    _say(report.describe_device(device))
+
+    layers = None if args.layers is None else [int(i) for i in args.layers.split(",")]
+    directory = None
+    if args.model is not None:
+        directory = resolve_checkpoint(args.model, revision=args.revision)
+        config, config_json, params = initial.from_checkpoint(directory, layers)
+    else:
+        config, config_json, params = initial.from_config(Path(args.config), args.seed)
+    tokenizer_directory = Path(args.tokenizer) if args.tokenizer is not None else directory
+    assert tokenizer_directory is not None
+    tokenizer = load_tokenizer(tokenizer_directory)
+
+    train_rows, held_out_rows = _read(args, tokenizer, config)
+    batches = data.Batches(train_rows, batch_size=args.batch_size, seed=args.seed)
+    num_steps = args.steps or max(1, round(args.epochs * len(batches)))
+    num_drafts = args.evaluation_drafts or (args.num_blocks if args.num_blocks > 1 else 8)
+    asked = config.mask_token_id if args.mask_token_id is None else args.mask_token_id
+    mask = None
+    if args.num_blocks > 1:
+        used = np.unique(train_rows.token_ids).tolist()
+        mask = export.choose_mask_token(tokenizer, config.vocab_size, asked, used)
+
+    dtype = args.dtype if args.dtype != "auto" else ("float32" if device.platform == "cpu" else "bfloat16")
+    target_config = target_params = None
+    if args.distill_from is not None:
+        target_directory = resolve_checkpoint(args.distill_from)
+        target_config = ModelConfig.from_pretrained(target_directory)
+        target_params = load_params(target_directory, target_config, dtype=dtype)
+    objective = Objective(
+        config=config,
+        cod=cod,
+        mask_token_id=mask if mask is not None else 0,
+        per_subtask=args.loss == "subtask",
+        dtype=jnp.dtype(dtype),
+        attention=resolve_implementation(args.attention, dtype),
+        remat=args.remat,
+        frozen_embeddings=args.freeze_embeddings,
+        distill_weight=args.distill_weight if target_config is not None else 0.0,
+        target=target_config,
+        seed=args.seed,
+    )
+    _say_settings(args, config, objective, batches, num_steps, optimizer)
+    if layers is not None:
+        scale = initial.calibrate_norm(objective, params, _first(batches.batch(0), 8))
+        _say(f"start        layers {args.layers}, final norm times {scale}")
+        params = {**params, "norm": params["norm"] * scale}
+
+    evaluator = None
+    if held_out_rows is not None:
+        evaluator = Evaluator(
+            objective, _arrays(held_out_rows), mesh, num_drafts=num_drafts, batch_size=args.evaluation_batch
+        )
+    checkpoints = Checkpoints(directory_of_run / "checkpoints", settings=_settings(args), keep=args.keep)
+    log = Log(directory_of_run, tensorboard=args.tensorboard)
+    try:
+        outcome = train(
+            objective,
+            optimizer,
+            params,
+            batches,
+            num_steps=num_steps,
+            accumulation=args.accumulation,
+            mesh=mesh,
+            checkpoints=checkpoints,
+            log=log,
+            evaluator=evaluator,
+            target_params=target_params,
+            intervals=Intervals(args.log_every, args.evaluate_every, args.save_every),
+            say=_say,
+        )
+    finally:
+        log.close()
+        checkpoints.close()
+    if (plot := write_plot(log)) is not None:
+        _say(f"wrote        {plot}")
+    if outcome.interrupted:
+        _say(f"stopped at step {outcome.step} of {num_steps}, with a checkpoint; the same command goes on")
+        raise KeyboardInterrupt
+    _export(args, outcome, config_json, tokenizer_directory, mask)
+    return outcome
+
+
+def _read(args: argparse.Namespace, tokenizer: Any, config: ModelConfig) -> tuple[data.Packed, data.Packed | None]:
+    """Packed rows to train and to evaluate on. What is evaluated is always what the target wrote, never prompts."""
+    read: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "max_samples": args.max_samples,
+        "retokenize": args.retokenize,
+    }
+    paths = [Path(path) for path in args.data]
+    samples = data.read_samples(paths, tokenizer, include_prompt=args.prompt_loss, **read)
+    if args.held_out_data is not None:
+        read["max_samples"] = None
+        held = data.read_samples([Path(p) for p in args.held_out_data], tokenizer, include_prompt=False, **read)
+    else:
+        count = min(64, len(samples) // 10) if args.held_out is None else args.held_out
+        answers = samples
+        if args.prompt_loss and count:
+            answers = data.read_samples(paths, tokenizer, include_prompt=False, progress=False, **read)
+        held = data.split(answers, held_out=count, seed=args.seed)[1]
+        samples = data.split(samples, held_out=count, seed=args.seed)[0]
+    packed = data.pack(samples, length=args.length, seed=args.seed)
+    held_rows = data.pack(held, length=args.length, seed=args.seed) if held else None
+    tokens = int(np.count_nonzero(packed.segment_ids))
+    _say(
+        f"data         {len(samples):,} samples, {tokens:,} tokens in {len(packed.token_ids):,} rows of {args.length} "
+        f"({packed.padding_share:.1%} padding, {packed.num_cut} samples cut); {len(held)} held out"
+    )
+    return packed, held_rows
+
+
+def _say_settings(
+    args: argparse.Namespace,
+    config: ModelConfig,
+    objective: Objective,
+    batches: data.Batches,
+    num_steps: int,
+    optimizer: OptimizerConfig,
+) -> None:
+    counts = objective.cod.counts(args.length)
+    mask = "" if args.num_blocks == 1 else f", mask token {objective.mask_token_id}"
+    _say(f"model        {config.family}, {config.num_layers} layers of {config.hidden_size}, "
+         f"{config.num_parameters / 1e6:.1f} M parameters{mask}")  # fmt: skip
+    _say(f"rows         {sum(counts)} a row of {args.length} tokens ({'+'.join(map(str, counts))})")
+    _say(f"updates      {num_steps} of {args.batch_size} rows ({len(batches)} an epoch), {optimizer.name}, "
+         f"{jnp.dtype(objective.dtype).name}, {objective.attention} attention")  # fmt: skip
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What a checkpoint's run must have in common with the one that goes on from it."""
+    return {key: value for key, value in vars(args).items() if key not in _FREE}
+
+
+def _arrays(packed: data.Packed) -> dict[str, np.ndarray]:
+    return {"token_ids": packed.token_ids, "segment_ids": packed.segment_ids, "loss_mask": packed.loss_mask}
+
+
+def _first(batch: dict[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
+    return {key: value[:rows] for key, value in batch.items()}
+
+
+def _export(
+    args: argparse.Namespace, outcome: Outcome, config_json: dict[str, Any], tokenizer_directory: Path, mask: int | None
+) -> None:
+    training: dict[str, Any] = {"name": Path(args.output).name, "settings": _settings(args), "steps": outcome.step}
+    if outcome.evaluation is not None:
+        training["evaluation"] = dataclasses.asdict(outcome.evaluation)
+    params = jax.tree.map(lambda x: x.astype(args.export_dtype), outcome.params)
+    directory = Path(args.output) / "model"
+    export.export(
+        params,
+        config_json,
+        directory,
+        tokenizer_directory=tokenizer_directory,
+        mask_token_id=mask,
+        training=training,
+        overwrite=True,
+    )
+    _say(f"wrote        {directory}")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
