@@ -1,4 +1,4 @@
-"""Checkpoints from one format to another: ``python -m convert hf-to-orbax | orbax-to-hf | gguf-to-hf SRC DST``."""
+"""Checkpoints from one format to another: ``python -m convert COMMAND SRC DST``."""
 
 from convert.gguf import gguf_to_hf
 from convert.orbax import hf_to_orbax, orbax_to_hf

@@ -11,7 +11,10 @@ import jax
 
 from convert.gguf import gguf_to_hf
 from convert.orbax import hf_to_orbax, orbax_to_hf
+from convert.sources import check_apart
+from pard_jax.presets import resolve_target
 from pard_jax.weights import resolve_checkpoint
+from pard_jax.weights.borrow import assemble, strip_embedding
 
 EXAMPLES = """\
 examples:
@@ -19,6 +22,8 @@ examples:
   python -m convert gguf-to-hf model.gguf models/model --dtype bf16
   python -m convert hf-to-orbax Qwen/Qwen3-0.6B models/qwen3-0.6b-orbax
   python -m convert orbax-to-hf models/qwen3-0.6b-orbax models/qwen3-0.6b
+  python -m convert strip-draft runs/draft drafts/smollm2 --model smollm2       leave out what is the target's
+  python -m convert assemble-draft drafts/smollm2 models/draft --model smollm2  and put it in again
 """
 DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 
@@ -72,6 +77,22 @@ def _parser() -> argparse.ArgumentParser:
         default="f32",
         help="dtype to store; only the default, f32, holds every dequantized value exactly",
     )
+    for name, summary in (
+        ("strip-draft", "A draft without the embedding that was frozen to its target's, bit for bit."),
+        ("assemble-draft", "A stripped draft with its target's embedding, for transformers and vLLM."),
+    ):
+        sub = command(name, summary, "Hugging Face directory of the draft")
+        sub.add_argument(
+            "--model", required=True, metavar="TARGET", help="the target: directory (HF or Orbax), hub id or preset"
+        )
+        if name == "strip-draft":
+            sub.add_argument(
+                "--rows",
+                type=int,
+                nargs="+",
+                metavar="ID",
+                help="ids whose embedding is the draft's own (default: its mask token's)",
+            )
     return parser
 
 
@@ -83,6 +104,14 @@ def _convert(args: argparse.Namespace) -> None:
     elif args.command == "hf-to-orbax":
         source = resolve_checkpoint(args.source, revision=args.revision, progress=not args.quiet)
         hf_to_orbax(source, args.target, **options)
+    elif args.command in ("strip-draft", "assemble-draft"):
+        lender = resolve_target(args.model, progress=not args.quiet)
+        for source in (args.source, lender):
+            check_apart(source, args.target)
+        if args.command == "strip-draft":
+            strip_embedding(args.source, lender, args.target, rows=args.rows, overwrite=args.overwrite)
+        else:
+            assemble(args.source, lender, args.target, overwrite=args.overwrite)
     else:
         orbax_to_hf(args.source, args.target, **options)
 

@@ -11,16 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from pard_jax import LLM, SamplingParams, __version__, cli, report
+from pard_jax.blocks import BlockRecorder, ansi_block, ansi_legend, histogram
 from pard_jax.config import ModelConfig, SpeculativeConfig
 from pard_jax.engine.request import RequestUpdate
 from pard_jax.llm import OnUpdate
 from pard_jax.loading import load_engine
+from pard_jax.presets import fill_preset, resolve_target
 from pard_jax.prompts import Prompt, encode_prompt, read_prompts
 from pard_jax.tokenizer import load_tokenizer
-from pard_jax.weights import resolve_checkpoint
 
 EXAMPLES = """\
 examples:
+  python -m pard_jax.generate "What is the capital of France?"
+  python -m pard_jax.generate --model smollm2 --show-blocks "Name three primary colours."
   python -m pard_jax.generate --model Qwen/Qwen3-4B --draft-model amd/PARD-Qwen3-0.6B -k 12 "Why is the sky blue?"
   python -m pard_jax.generate --model models/smollm2 -k 4 --raw --compare "def add(a, b):"
   python -m pard_jax.generate --model Qwen/Qwen3-0.6B --prompts questions.jsonl --limit 20 --json > answers.jsonl
@@ -49,7 +52,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 def _parser() -> argparse.ArgumentParser:
     parser = cli.Parser(
         prog="python -m pard_jax.generate",
-        usage="%(prog)s --model MODEL [options] [PROMPT ...]",
+        usage="%(prog)s [--model MODEL] [options] [PROMPT ...]",
         description="Complete prompts with speculative decoding; the output is the target model's own.",
         epilog=EXAMPLES,
     )
@@ -72,6 +75,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--stream", action="store_true", help="write text as it comes (the default on a terminal)")
     add("--json", action="store_true", help="one JSON object a completion on stdout, and nothing else there")
     add("--output", metavar="FILE", help="write these JSON objects to a file, which appears whole or not at all")
+    add("--show-blocks", action="store_true",
+        help="of one completion: colour the tokens that each step kept, accepted drafts apart from the target's own "
+        "token")  # fmt: skip
     add("--compare", action="store_true", help="run without speculation, too: the speed-up, and whether tokens agree")
     cli.add_model_arguments(parser)
     cli.add_speculation_arguments(parser)
@@ -87,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
 def _generate(args: argparse.Namespace) -> None:
     # In the order of what a refusal costs: first all that needs no model, then no weights, then no compilation.
     params = cli.sampling_params(args)
+    fill_preset(args)
     speculation = cli.speculative_config(args)
     if args.compare and speculation is None:
         raise ValueError("--compare has nothing to compare: give a draft with --draft-model, or -k for n-grams")
@@ -94,8 +101,14 @@ def _generate(args: argparse.Namespace) -> None:
         raise ValueError("--logprobs are part of the JSON only: add --json or --output FILE")
     if args.json and args.stream:
         raise ValueError("--json writes whole objects, which --stream contradicts; choose one")
+    if args.show_blocks:
+        _check_blocks(args)
     cli.engine_config(args)
     prompts = read_prompts(args.texts, args.prompts, args.limit)
+    if args.show_blocks and len(prompts) * params.n > 1:
+        raise ValueError(
+            f"--show-blocks shows one completion, not {len(prompts) * params.n}; give one prompt (--limit 1)"
+        )
     if args.output is not None:
         cli.check_writable(Path(args.output))
 
@@ -105,11 +118,16 @@ def _generate(args: argparse.Namespace) -> None:
     children = [params.child(i) for _ in prompts for i in range(params.n)]
     longest = max(map(len, encoded)) + args.max_tokens
     printer = None
-    if not args.json:
+    if args.show_blocks:
+        printer = BlockPrinter(llm, params)
+        _say(f"blocks       {ansi_legend()}")
+    elif not args.json:
         stream = args.stream or sys.stdout.isatty()
         printer = TextPrinter(_titles(prompts, params.n), stream=stream, as_ids=not llm.has_tokenizer)
     settings = llm.settings
     run, baseline = _timed(llm, requests, children, longest, printer), None
+    if isinstance(printer, BlockPrinter):
+        printer.finish()
     _say(report.summarize(run, settings))
     if args.compare:
         llm.disable_speculation()
@@ -134,6 +152,16 @@ def _generate(args: argparse.Namespace) -> None:
         sys.stdout.writelines(lines)
 
 
+def _check_blocks(args: argparse.Namespace) -> None:
+    if args.json:
+        raise ValueError("--json writes objects only, which --show-blocks contradicts; choose one")
+    if args.steps_per_dispatch not in (None, 1):
+        raise ValueError(
+            f"--show-blocks looks at every step, which --steps-per-dispatch {args.steps_per_dispatch} contradicts"
+        )
+    args.steps_per_dispatch = 1
+
+
 def _load(
     args: argparse.Namespace, prompts: Sequence[Prompt], params: SamplingParams, speculation: SpeculativeConfig | None
 ) -> tuple[LLM, list[list[int]]]:
@@ -143,7 +171,7 @@ def _load(
         _say(report.cpu_warning(signs))
     about_device = report.describe_device(device)  # before its memory is taken
     start = time.monotonic()
-    directory = resolve_checkpoint(args.model, revision=args.revision)
+    directory = resolve_target(args.model, revision=args.revision)
     # Before the tokenizer, on which transformers would blame a config.json that is wrong.
     limit = ModelConfig.from_pretrained(directory).max_position_embeddings
     tokenizer = load_tokenizer(directory)
@@ -262,6 +290,31 @@ class TextPrinter:
             self._current, self._opened = at + 1, False
         if self._stream:
             sys.stdout.flush()
+
+
+class BlockPrinter:
+    """Writes one completion to stdout in the colours of :mod:`pard_jax.blocks`, block by block as they come."""
+
+    def __init__(self, llm: LLM, params: SamplingParams) -> None:
+        self._recorder = BlockRecorder(llm.get_tokenizer() if llm.has_tokenizer else None, params.child(0))
+        # What has been written cannot be taken back, as a stop string that is found later would.
+        self._at_once = not params.stop_strings
+        self._written = 0
+
+    def __call__(self, prompt: int, completion: int, update: RequestUpdate) -> None:
+        """Take what one step added."""
+        self._recorder(prompt, completion, update)
+        if self._at_once or update.finished:
+            blocks = self._recorder.blocks
+            for i in range(self._written, len(blocks)):
+                print(ansi_block(blocks[i], i), end="")
+            self._written = len(blocks)
+            sys.stdout.flush()
+
+    def finish(self) -> None:
+        """End the line, and write the histogram to stderr."""
+        print(flush=True)
+        _say(histogram(self._recorder.blocks))
 
 
 def _say(line: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from pard_jax import presets
 from pard_jax.config import EngineConfig, SpeculativeConfig
 from pard_jax.engine.request import RequestUpdate
 from pard_jax.loading import Loaded, load_engine
@@ -26,10 +27,13 @@ class LLM:
     """A model, with or without a draft, ready to generate.
 
     Args:
-        model: a checkpoint directory (HF or Orbax) or a hub id.
+        model: a checkpoint directory (HF or Orbax), a hub id, or a preset's name (:mod:`pard_jax.presets`), which
+            stands for its target; nothing is speculated unless ``speculative_config`` asks for it.
         tensor_parallel_size: devices that share the model.
         speculative_config: vLLM's keys, for instance ``{"model": "amd/PARD-Qwen3-0.6B", "num_speculative_tokens": 12,
-            "method": "draft_model", "parallel_drafting": True}``; None decodes plainly.
+            "method": "draft_model", "parallel_drafting": True}``; None decodes plainly. A preset's name as ``"model"``
+            stands for its draft, and the other keys need not be given: ``LLM("smollm2", speculative_config={"model":
+            "smollm2"})``.
         max_model_len: prompt and output tokens of one request; None for the model's own limit, or what fits.
         max_num_seqs: requests that run at once. Every step computes all of these rows.
         dtype: "auto" (float32 on CPU, bfloat16 elsewhere), "float32", "bfloat16" or "float16".
@@ -72,7 +76,7 @@ class LLM:
             known = ", ".join(field.name for field in dataclasses.fields(EngineConfig))
             raise ValueError(f"LLM: {str(e).removeprefix('EngineConfig.__init__() ')}; known are {known}") from None
         if speculative_config is not None and not isinstance(speculative_config, SpeculativeConfig):
-            speculative_config = SpeculativeConfig.from_dict(speculative_config)
+            speculative_config = SpeculativeConfig.from_dict(presets.complete(speculative_config))
         self._take(load_engine(model, engine_config, speculative_config, revision=revision, progress=use_tqdm))
 
     @classmethod
@@ -149,10 +153,12 @@ class LLM:
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        on_update: OnUpdate | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, through the tokenizer's chat template.
 
         ``chat_template_kwargs`` go to the template, ``{"enable_thinking": False}`` for Qwen3 for instance.
+        ``on_update``: see :meth:`generate`.
         """
         tokenizer = self.get_tokenizer()
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
@@ -165,7 +171,7 @@ class LLM:
                 **kwargs,
             )
             requests.append((tokenizer.decode(ids, skip_special_tokens=False), ids))
-        return self._run(requests, self._params_for(len(requests), sampling_params), use_tqdm)
+        return self._run(requests, self._params_for(len(requests), sampling_params), use_tqdm, on_update)
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):

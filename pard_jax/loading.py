@@ -17,8 +17,9 @@ from pard_jax.decoding.drafters import Drafter, NgramDrafter, NoDrafter, PardDra
 from pard_jax.engine.engine import Engine
 from pard_jax.engine.memory import MemoryPlan, Speculation, device_memory, plan_memory
 from pard_jax.models import make_mesh
+from pard_jax.presets import resolve_draft, resolve_target
 from pard_jax.tokenizer import Tokenizer, check_same_vocabulary, load_generation_config, load_tokenizer
-from pard_jax.weights import load_params, resolve_checkpoint
+from pard_jax.weights import load_params
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +123,8 @@ def load_engine(
     Everything that can be refused is refused before weights are read, and nothing is compiled here.
 
     Args:
-        model: a checkpoint directory or a hub id.
+        model: a checkpoint directory, a hub id or a preset's name.
+        speculative: its ``model`` may also be a preset's name, or a draft that borrows the target's embedding.
         revision: of a hub id.
         progress: show progress bars on a terminal.
         tokenizer: the model's, where the caller has loaded it already.
@@ -131,13 +133,15 @@ def load_engine(
         FileNotFoundError, ValueError, NotImplementedError: see the rooms that raise them.
     """
     tp = engine_config.tensor_parallel_size
-    directory = resolve_checkpoint(model, revision=revision, progress=progress)
+    directory = resolve_target(model, revision=revision, progress=progress)
     config = ModelConfig.from_pretrained(directory)
     draft_directory = draft_config = None
     if speculative is not None:
         speculative.check_tensor_parallel_size(tp)
         if speculative.model is not None:
-            draft_directory = resolve_checkpoint(speculative.model, revision=speculative.revision, progress=progress)
+            draft_directory = resolve_draft(
+                speculative.model, directory, revision=speculative.revision, progress=progress
+            )
             draft_config = ModelConfig.from_pretrained(draft_directory)
     # On one device, too: the caches are then bound to it as the weights are, and programs that have run once need not
     # be compiled again for what they returned themselves.

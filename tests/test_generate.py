@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 import subprocess
 import sys
 import weakref
@@ -24,6 +25,7 @@ from pard_jax.engine.engine import Engine
 from pard_jax.engine.request import RequestUpdate
 from pard_jax.generate import TextPrinter, main
 from pard_jax.outputs import RequestMetrics, RequestOutput
+from pard_jax.presets import PRESETS, Preset
 from pard_jax.tokenizer import load_tokenizer
 from pard_jax.weights import save_hf
 from tests.helpers.models import full_forward, hf_config, random_params
@@ -232,6 +234,46 @@ def test_methods_agree(models: Checkpoints, run: Any) -> None:
             assert record["metrics"]["draft_acceptance_rate"] > 0.8
 
 
+def test_a_pair_by_its_name(
+    models: Checkpoints, run: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Preset(Path(models.target), Path(models.pard), 3, "")
+    monkeypatch.setitem(PRESETS, "demo", pair)
+    monkeypatch.setitem(PRESETS, "tiny", pair)
+
+    def settings(*argv: str) -> tuple[str, int]:
+        status = main([*argv, "--json", "--max-tokens", str(LONG), "--max-num-seqs", "2", "--ignore-eos", "one two"])
+        captured = capsys.readouterr()
+        assert status == 0, captured.err
+        record = json.loads(captured.out)
+        tokens.append(record["token_ids"])
+        return record["metrics"]["method"], record["metrics"]["num_speculative_tokens"]
+
+    tokens: list[list[int]] = []
+    assert settings() == ("pard", 3)
+    assert settings("--model", "tiny", "--method", "none") == ("none", 0)
+    assert settings("--model", "tiny", "-k", "2", "--draft-model", models.pard) == ("pard", 2)
+    assert settings("--model", models.target, "--speculative-config", '{"model": "tiny"}') == ("pard", 3)
+    assert tokens == [run("--ignore-eos", "one two")[0]["token_ids"]] * 4
+
+
+def test_blocks(models: Checkpoints, run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    draft = ("--draft-model", models.pard, "-k", "3", "--ignore-eos")
+    record = run(*draft, "one two")[0]
+    argv = ["--model", models.target, "--max-tokens", str(LONG), "--max-num-seqs", "2", "--show-blocks", *draft]
+    for stop in ([], ["--stop", record["text"][5:8]]):
+        assert main([*argv, *stop, "one two"]) == 0
+        captured = capsys.readouterr()
+        text = record["text"] if not stop else record["text"][: record["text"].index(stop[1])]
+        assert re.sub(r"\x1b\[[\d;]*m", "", captured.out) == text + "\n"
+        assert "1 step(s) a dispatch" in captured.err and "draft accepted" in captured.err
+        if not stop:
+            steps = record["metrics"]["num_spec_steps"]
+            assert f"{LONG} tokens in {steps} steps, {LONG / steps:.2f} a step" in captured.err
+            # Accepted drafts and own tokens, in two colours each, and the code that ends them.
+            assert len(set(re.findall(r"\x1b\[[\d;]*m", captured.out))) >= 4
+
+
 def test_text(
     models: Checkpoints, run: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,6 +353,10 @@ BAD: dict[str, tuple[list[Any], str]] = {
         "kv_cache_dtype='fp8' is not supported",
     ),
     "nothing to compare": (["--compare"], "nothing to compare"),
+    "blocks and json": (["--show-blocks", "--json"], "contradicts"),
+    "blocks of two": (["--show-blocks", "another one"], "--show-blocks shows one completion, not 2"),
+    "blocks, steps": (["--show-blocks", "--steps-per-dispatch", "2"], "looks at every step"),
+    "a preset's revision": (["--model", "smollm2", "--revision", "main"], "'smollm2' is a preset"),
     "json and stream": (["--json", "--stream"], "contradicts"),
     "temperature": (["--temperature", "2.5"], "temperature must be in [0, 2]"),
     "temperature nan": (["--temperature", "nan"], "finite"),
@@ -450,6 +496,9 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     for heading in ("prompts:", "output:", "model:", "speculation:", "sampling:", "engine:", "examples:"):
         assert f"\n{heading}\n" in shown
+    assert main(["--list-presets"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n{name} " in shown for name in PRESETS)
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"pard-jax {__version__}\n"
 

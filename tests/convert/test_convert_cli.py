@@ -17,7 +17,7 @@ from pard_jax.weights import load_params
 from tests.convert.gguf_files import as_llama_cpp, write_gguf
 from tests.convert.tokenizers_of import VOCAB_SIZE, reference
 from tests.helpers.models import hf_config
-from tests.weights.files import hf_state, tiny, write_hf
+from tests.weights.files import assert_same_bits, hf_state, tiny, write_hf
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,6 +64,26 @@ def test_a_fresh_process_says_nothing_else(tmp_path, gguf_file):
         f"error: {tmp_path / 'out'} exists and is not empty; choose another directory, or set overwrite (--overwrite)"
     )
     assert err == f"{refused}\n"
+
+
+def test_drafts_that_borrow_an_embedding(tmp_path, capsys):
+    target, config, state = tiny(tmp_path, "qwen3", tie_word_embeddings=True)
+    state["model.embed_tokens.weight"] = state["model.embed_tokens.weight"].copy()
+    state["model.embed_tokens.weight"][[5, 7]] += 1
+    write_hf(tmp_path / "draft", config, state)
+    argv = ["strip-draft", str(tmp_path / "draft"), str(tmp_path / "stripped"), "--model", str(target)]
+    assert main([*argv, "--rows", "7"]) == 2
+    assert "error: 1 of 128 rows of" in capsys.readouterr().err
+    assert main([*argv, "--rows", "7", "5"]) == 0
+    argv = ["assemble-draft", str(tmp_path / "stripped"), str(tmp_path / "full"), "--model"]
+    assert main([*argv, str(target), "--quiet"]) == 0
+    params = load_params(tmp_path / "full", ModelConfig.from_pretrained(tmp_path / "full"), dtype=None)
+    assert_same_bits(params, state)
+    capsys.readouterr()
+    assert main([*argv, str(tmp_path / "stripped")]) == 2
+    assert "serves as a draft only" in capsys.readouterr().err
+    assert main(["assemble-draft", str(tmp_path / "stripped"), str(target), "--model", str(target), "--overwrite"]) == 2
+    assert "holds the source" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
