@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 
 from pard_jax import cli
-from pard_jax.bench import generate
+from pard_jax.bench import cod, generate
 
-COMMANDS = {"generate": generate.measure}
+COMMANDS = {"generate": generate.measure, "cod": cod.measure}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,203 +1,179 @@
 """``python -m pard_jax.bench generate``: methods side by side, on the same prompts and weights.
 
-Loading and compiling are left out. Prefill and decoding are timed apart: the time to the first token, and the rate of
-the tokens after it. Each figure is the median over repeats.
+Loading, compiling and a first pass are left out. Prefill and decoding are timed apart: the time to the first token, and
+the rate of the tokens after it. Each figure is the median over repeats. Greedy; plain decoding comes first, once for
+each batch and context: it is what the others are compared with.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import importlib.metadata
-import json
-import os
-import platform
-import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import jax
-from tqdm import tqdm
-
-from pard_jax import LLM, SamplingParams, cli, report
-from pard_jax.bench import peers
-from pard_jax.bench.result import Result
-from pard_jax.prompts import encode_prompt, read_prompts
+from pard_jax import cli, report
+from pard_jax.bench import ours, peers, plot
+from pard_jax.bench.outcome import Outcome
+from pard_jax.bench.result import Measurement
+from pard_jax.bench.workload import Workload, encode_groups, read_groups
+from pard_jax.config import EngineConfig, ModelConfig
+from pard_jax.presets import DEFAULT, fill_preset, resolve_draft, resolve_target
 from pard_jax.tokenizer import load_tokenizer
-from pard_jax.weights import resolve_checkpoint
 
-OURS = ("plain", "pard", "draft_model", "ngram")
-METHODS = (*OURS, "transformers")
-PACKAGES = ("jax", "flax", "transformers", "torch")
+METHODS = (*ours.METHODS, *peers.METHODS)
+UNDRAFTED = ("plain", "transformers")  # K is nothing to them
+DRAFTED = ("pard", "draft_model", "transformers-assisted")  # by a model
+# Lengths are rounded up to a multiple of it, so that similar runs have equal programs, which JAX can keep on disk.
+_LENGTH_STEP = 256
+_DEFAULT_K = 8
 
 
 def measure(argv: Sequence[str]) -> None:
-    """Measure every method asked for, print a table, and write the report where one is wanted."""
+    """Measure every method asked for, print a table, and write the report and the figure where they are wanted."""
     args = _parser().parse_args(argv)
-    methods = _check(args)
+    _check(args)
+    prompts = read_groups(args.texts, args.prompts, args.limit)
     report.start_jax()
-    directory = resolve_checkpoint(args.model)
+    directory = resolve_target(args.model)
+    config = ModelConfig.from_pretrained(directory)
+    draft = resolve_draft(args.draft_model, directory).absolute() if {*args.methods} & {*DRAFTED} else None
+    _check_peers(args, directory, config, draft)
     tokenizer = load_tokenizer(directory)
-    prompts = [encode_prompt(p, tokenizer) for p in read_prompts(args.texts, args.prompts, args.limit)]
+    workloads = encode_groups(prompts, tokenizer, args.context or [None], args)
+    args.max_model_len = _max_model_len(args, max(w.longest for w in workloads), config.max_position_embeddings)
+    speculations = [
+        (method, ours.speculative_config(method, k, draft, args.mask_token_id))
+        for method in args.methods
+        if method in ours.METHODS
+        for k in args.num_speculative_tokens[: 1 if method in UNDRAFTED else None]
+    ]
+    engine = EngineConfig(max_model_len=args.max_model_len, dtype=args.dtype)
+    parts = ours.load(directory, engine, args.max_num_seqs, [s for _, s in speculations], tokenizer)
 
-    outcome: dict[str, Any] = {
-        "settings": {key: value for key, value in vars(args).items() if key != "texts"},
-        "num_prompts": len(prompts),
-        "prompt_tokens": sum(map(len, prompts)),
-        "environment": _environment(),
-    }
-    _print_head(outcome)
-    results: list[Result] = []
-    tokens: list[list[int]] = []
-    for result, ids in _runs(methods, directory, prompts, args):
-        tokens = tokens or ids
-        results.append(dataclasses.replace(result, equal=ids == tokens))
-        _print_row(results[-1], results[0])
-    if args.output is not None:
-        outcome["results"] = [dataclasses.asdict(result) for result in results]
-        cli.write_whole(Path(args.output), json.dumps(outcome, indent=2) + "\n")
+    outcome = Outcome(args, workloads)
+    for batch in args.max_num_seqs:
+        for method, speculative in speculations:
+            configured = ours.configure(parts, speculative, batch)
+            passes = {"repeats": args.repeats, "ignore_eos": args.ignore_eos}
+            for measured in ours.measure(configured, method, workloads, args.max_tokens, **passes):
+                outcome.add(measured)
+    for measured in _peers(args, directory, draft, () if args.ignore_eos else parts.eos_token_ids, workloads):
+        outcome.add(measured)
+    outcome.finish()
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = cli.Parser(prog="python -m pard_jax.bench generate", description=__doc__)
-    add = parser.add_argument
+    add = parser.add_argument_group("prompts").add_argument
     add("texts", nargs="*", metavar="PROMPT", help='prompts; "-" for stdin')
-    add("--prompts", metavar="FILE", help="text, a prompt a line, or .jsonl as pard_jax.generate takes it")
-    add("--limit", type=int, metavar="N", help="the first N prompts of the file")
-    add("--model", required=True, help="checkpoint directory or hub id")
-    add("--draft-model", metavar="MODEL", help="of the methods pard and draft_model")
+    add("--prompts", nargs="+", action="extend", metavar="FILE",
+        help="text, a prompt a line, or .jsonl as pard_jax.generate takes it; several are reported one by one and in "
+        "total")  # fmt: skip
+    add("--limit", type=int, metavar="N", help="the first N prompts of each file")
+    add("--raw", action="store_true", help="complete the text as it stands, without the chat template")
+    add("--chat-template", dest="raw", action="store_false", default=False,
+        help="put text through the chat template, if there is one (the default)")  # fmt: skip
+    add("--no-thinking", action="store_true", help="tell the chat template enable_thinking=False")
+    add("--context", type=_numbers, metavar="N,...",
+        help="make every prompt N tokens long: its tokens are repeated, and cut at the beginning; n-grams profit from "
+        "the repetition (default: as they are)")  # fmt: skip
+    add = parser.add_argument_group("models").add_argument
+    add("--model", default=DEFAULT, help=f"checkpoint directory, hub id or preset (default: {DEFAULT})")
+    add("--draft-model", metavar="MODEL",
+        help=f"of the methods {', '.join(DRAFTED)} (default: the preset's, where --model is one)")  # fmt: skip
     add("--mask-token-id", type=int, metavar="ID", help="of pard, where the draft's config.json names none")
-    add("-k", "--num-speculative-tokens", type=int, default=8, metavar="K")
-    add("--methods", default="plain", help=f"comma-separated, of {', '.join(METHODS)} (default: plain)")
-    add("--max-tokens", type=int, default=128, metavar="N", help="new tokens a prompt, EOS ignored (default: 128)")
-    add("--max-num-seqs", type=int, default=1, metavar="N", help="requests at once (default: 1)")
-    add("--max-model-len", type=int, metavar="N")
-    add("--dtype", default="auto", help="of our methods; transformers runs in float32 and in bfloat16")
-    add("--repeats", type=int, default=3, metavar="N", help="runs of each method (default: 3)")
-    add("--output", metavar="FILE", help="also write the report as JSON")
+    add("--dtype", default="auto", help="of our methods (default: auto)")
+    add("--transformers-dtypes", type=_names, default=["float32", "bfloat16"], metavar="DTYPE,...",
+        help="of transformers' methods, each in all of them (default: float32,bfloat16)")  # fmt: skip
+    add = parser.add_argument_group("measurement").add_argument
+    add("--methods", type=_names, default=["plain"], metavar="METHOD,...",
+        help=f"of {', '.join(METHODS)} (default: plain, which is always measured)")  # fmt: skip
+    add("-k", "--num-speculative-tokens", type=_numbers, metavar="K,...",
+        help=f"tokens drafted a step, each in turn (default: the preset's, or {_DEFAULT_K})")  # fmt: skip
+    add("--max-num-seqs", type=_numbers, default=[1], metavar="N,...",
+        help="requests at once, each in turn; transformers' methods run at 1 alone (default: 1)")  # fmt: skip
+    add("--max-tokens", type=int, default=128, metavar="N", help="new tokens a prompt (default: 128)")
+    add("--ignore-eos", action=argparse.BooleanOptionalAction, default=True,
+        help="go on past the end-of-sequence token, so that all outputs are equally long (default: go on)")  # fmt: skip
+    add("--max-model-len", type=int, metavar="N", help="(default: what the prompts and --max-tokens need)")
+    add("--repeats", type=int, default=3, metavar="N", help="timed passes of each method (default: 3)")
+    add = parser.add_argument_group("output").add_argument
+    add("--output", metavar="FILE", help="also write the report as JSON, anew after every method")
+    add("--plot", metavar="FILE", help=f"also draw a figure ({', '.join(plot.FORMATS)}); needs matplotlib")
     return parser
 
 
-def _check(args: argparse.Namespace) -> list[str]:
-    """The methods; refuses what cannot be measured, before anything is loaded."""
-    methods = [method.strip() for method in args.methods.split(",") if method.strip()]
-    for method in methods:
+def _names(text: str) -> list[str]:
+    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected whole numbers with commas between them, got {text!r}") from None
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"expected numbers of at least 1, got {text!r}")
+    return list(dict.fromkeys(numbers))
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse what no model is needed to refuse. Puts plain decoding first, and fills in what a preset brings."""
+    for method in args.methods:
         if method not in METHODS:
             raise ValueError(f"unknown method {method!r}; choose of {', '.join(METHODS)}")
-    for name in ("max_tokens", "max_num_seqs", "repeats"):
+    args.methods = list(dict.fromkeys(["plain", *args.methods]))
+    for name in ("max_tokens", "repeats"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-    if {"pard", "draft_model"} & {*methods} and args.draft_model is None:
-        raise ValueError("the methods pard and draft_model need --draft-model")
-    if "transformers" in methods:
+    fill_preset(args)
+    if not isinstance(k := args.num_speculative_tokens, list):  # none was given
+        args.num_speculative_tokens = [k or _DEFAULT_K]
+    if (drafted := [m for m in args.methods if m in DRAFTED]) and args.draft_model is None:
+        raise ValueError(f"{', '.join(drafted)} need{'s' * (len(drafted) == 1)} --draft-model")
+    if asked := [m for m in args.methods if m in peers.METHODS]:
         peers.check_torch()
-        if args.max_num_seqs != 1:
-            raise ValueError("transformers is measured one prompt at a time; leave --max-num-seqs at 1")
+        if 1 not in args.max_num_seqs:
+            raise ValueError(f"{asked[0]} is measured one prompt at a time; let --max-num-seqs hold 1")
+        for dtype in args.transformers_dtypes:
+            if dtype not in peers.DTYPES:
+                raise ValueError(
+                    f"unknown dtype {dtype!r} of --transformers-dtypes; choose of {', '.join(peers.DTYPES)}"
+                )
+        if not args.transformers_dtypes:
+            raise ValueError("--transformers-dtypes names none")
     if args.output is not None:
         cli.check_writable(Path(args.output))
-    return methods
+    if args.plot is not None:
+        plot.check(Path(args.plot))
 
 
-def _speculative_config(method: str, args: argparse.Namespace) -> dict[str, Any] | None:
-    if method == "plain":
-        return None
-    config: dict[str, Any] = {"num_speculative_tokens": args.num_speculative_tokens}
-    if method == "ngram":
-        return config | {"method": "ngram"}
-    config |= {"model": args.draft_model, "method": "draft_model"}
-    return config if method == "draft_model" else config | {
-        "parallel_drafting": True,
-        "mask_token_id": args.mask_token_id,
-    }  # fmt: skip
+def _check_peers(args: argparse.Namespace, directory: Path, config: ModelConfig, draft: Path | None) -> None:
+    if any(method in peers.METHODS for method in args.methods):
+        peers.check_checkpoint(directory)
+    if "transformers-assisted" in args.methods and draft is not None:
+        peers.check_checkpoint(draft)
+        peers.check_same_size(config.vocab_size, ModelConfig.from_pretrained(draft).vocab_size)
 
 
-def _runs(
-    methods: list[str], directory: Path, prompts: list[list[int]], args: argparse.Namespace
-) -> Iterator[tuple[Result, list[list[int]]]]:
-    """Each method's figures and tokens, as they come."""
-    for method in methods:
-        if method == "transformers":
-            for dtype in peers.DTYPES:
-                yield peers.transformers(directory, prompts, args.max_tokens, args.repeats, dtype)
-        else:
-            yield _ours(method, prompts, args)
-
-
-def _ours(method: str, prompts: list[list[int]], args: argparse.Namespace) -> tuple[Result, list[list[int]]]:
-    llm = LLM(
-        args.model,
-        speculative_config=_speculative_config(method, args),
-        max_model_len=args.max_model_len,
-        max_num_seqs=args.max_num_seqs,
-        dtype=args.dtype,
-    )
-    llm.engine.warm_up(max(map(len, prompts)) + args.max_tokens)
-    params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, ignore_eos=True)
-    requests = [{"prompt_token_ids": ids} for ids in prompts]
-    rates, waits, ids = [], [], []
-    for _ in tqdm(range(args.repeats), desc=method, unit="run", leave=False, disable=None):
-        outputs, decoded, seconds = [], 0, 0.0
-        # One batch of slots after the other, so that no request's first token waits for another request's end.
-        for i in range(0, len(requests), args.max_num_seqs):
-            batch = llm.generate(requests[i : i + args.max_num_seqs], params, use_tqdm=False)
-            metrics = [output.metrics for output in batch]
-            seconds += max(m.last_token_time or 0.0 for m in metrics) - min(m.first_token_time or 0.0 for m in metrics)
-            # What came with the first look at the device is not counted, as the time it took is not.
-            decoded += sum(m.num_generation_tokens - m.num_first_tokens for m in metrics)
-            outputs += batch
-        rates.append(decoded / seconds if seconds > 0 else float("nan"))
-        waits.append(statistics.fmean(output.metrics.time_to_first_token or 0.0 for output in outputs))
-        ids = [output.outputs[0].token_ids for output in outputs]
-    stats = llm.engine.acceptance
-    result = Result(method, llm.settings.dtype.name, statistics.median(rates), statistics.median(waits))
-    if method != "plain":
-        result = dataclasses.replace(
-            result,
-            mean_acceptance_length=stats.mean_acceptance_length,
-            per_position_acceptance_rates=stats.per_position_acceptance_rates,
-            acceptance_histogram=list(stats.acceptance_histogram),
+def _max_model_len(args: argparse.Namespace, longest: int, limit: int) -> int:
+    needed = longest + args.max_tokens
+    if needed > (most := args.max_model_len or limit):
+        whose = "--max-model-len" if args.max_model_len else "the model's limit"
+        raise ValueError(
+            f"the longest prompt has {longest} tokens, and with --max-tokens {args.max_tokens} it needs {needed}, but "
+            f"{whose} is {most}; shorten the one or the other"
         )
-    return result, ids
+    return args.max_model_len or min(-(-needed // _LENGTH_STEP) * _LENGTH_STEP, limit)
 
 
-def _environment() -> dict[str, Any]:
-    device = jax.devices()[0]
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return {
-        "platform": device.platform,
-        "device": device.device_kind,
-        "cpu_cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "versions": versions,
-    }
-
-
-def _print_head(outcome: dict[str, Any]) -> None:
-    settings, environment = outcome["settings"], outcome["environment"]
-    print(
-        f"{settings['model']}: {outcome['num_prompts']} prompt(s), {outcome['prompt_tokens']} tokens, "
-        f"{settings['max_tokens']} new tokens each, greedy, batch {settings['max_num_seqs']}, "
-        f"K={settings['num_speculative_tokens']}, median of {settings['repeats']}"
-    )
-    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-    print(f"{environment['platform']} ({environment['device']}), {environment['cpu_cores']} CPU cores; {versions}\n")
-    print(
-        f"{'method':14} {'dtype':9} {'decode tok/s':>12} {'ratio':>6} {'first token':>12} {'accepted':>9}  tokens",
-        flush=True,
-    )
-
-
-def _print_row(r: Result, base: Result) -> None:
-    length = "-" if r.mean_acceptance_length is None else f"{r.mean_acceptance_length:.2f}"
-    ratio = r.decode_tokens_per_second / base.decode_tokens_per_second
-    print(
-        f"{r.method:14} {r.dtype:9} {r.decode_tokens_per_second:12.1f} {ratio:6.2f} {r.time_to_first_token:10.3f} s "
-        f"{length:>9}  {'equal' if r.equal else 'differ'}",
-        flush=True,
-    )
+def _peers(
+    args: argparse.Namespace, directory: Path, draft: Path | None, eos: Sequence[int], workloads: list[Workload]
+) -> Iterator[list[Measurement]]:
+    methods = [method for method in args.methods if method in peers.METHODS]
+    draft = draft if "transformers-assisted" in methods else None
+    for dtype in args.transformers_dtypes if methods else ():
+        peer = peers.Peer(directory, draft, dtype, eos)
+        for method in methods:
+            for k in [None] if method in UNDRAFTED else args.num_speculative_tokens:
+                yield from peer.measure(method, k, workloads, args.max_tokens, args.repeats)

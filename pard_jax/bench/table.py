@@ -1,0 +1,91 @@
+"""The results as lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from pard_jax.bench.result import Result
+from pard_jax.bench.spread import Spread
+
+
+class _Column(NamedTuple):
+    header: str
+    width: int  # negative: text, aligned to the left
+    value: Callable[[Result], str]
+
+
+class Table:
+    """An aligned table whose rows are printed as they come.
+
+    Args:
+        methods, groups: every name that will come, for the columns' widths; no column for a single group.
+        batches, contexts: whether several are measured; a column each, then.
+    """
+
+    def __init__(self, methods: Sequence[str], groups: Sequence[str], *, batches: bool, contexts: bool) -> None:
+        columns = [
+            _Column("prompts", -max(7, *map(len, groups)), lambda r: r.case.prompts) if len(groups) > 1 else None,
+            _Column("method", -max(6, *map(len, methods)), lambda r: r.case.method),
+            _Column("dtype", -8, lambda r: r.case.dtype),
+            _Column("K", 3, lambda r: _text(r.case.num_speculative_tokens)),
+            _Column("batch", 5, lambda r: _text(r.case.max_num_seqs)) if batches else None,
+            _Column("context", 7, lambda r: _text(r.case.context)) if contexts else None,
+            _Column("decode tok/s", 12, lambda r: _number(_median(r.decode_tokens_per_second), 1)),
+            _Column("ratio", 6, lambda r: _number(r.ratio_to_plain, 2)),
+            _Column("first token", 11, lambda r: _number(_median(r.time_to_first_token), 3, " s")),
+            _Column("prefill tok/s", 13, lambda r: _number(_median(r.prefill_tokens_per_second), 1)),
+            _Column("AL", 5, lambda r: _number(None if r.acceptance is None else r.acceptance.length, 2)),
+            _Column("AL no loops", 11, _before_loops),
+            _Column("tokens", -12, lambda r: _equal(r)),
+        ]
+        self._columns = [column for column in columns if column is not None]
+
+    @property
+    def header(self) -> str:
+        """The first line."""
+        return self._join([column.header for column in self._columns])
+
+    def row(self, result: Result) -> str:
+        """The line of one result."""
+        return self._join([column.value(result) for column in self._columns])
+
+    def _join(self, cells: Sequence[str]) -> str:
+        pairs = zip(self._columns, cells, strict=True)
+        return "  ".join(c.ljust(-col.width) if col.width < 0 else c.rjust(col.width) for col, c in pairs).rstrip()
+
+
+def acceptance_lines(results: Sequence[Result]) -> list[str]:
+    """Of every result that drafts: the share of steps that accepted the draft at each position, and the histogram."""
+    rows = [(r, r.acceptance) for r in results if r.acceptance is not None]
+    lines = []
+    for result, found in rows:
+        case = result.case
+        where = f"{case.prompts}, {case.label}, {case.dtype}, batch {case.max_num_seqs}"
+        where += "" if case.context is None else f", context {case.context}"
+        shares = " ".join(f"{share:.3f}" for share in found.per_position)
+        counts = " ".join(map(str, found.histogram))
+        lines.append(f"{where}: by position {shares}; steps that accepted 0..K drafts: {counts}")
+    return lines
+
+
+def _text(value: int | None) -> str:
+    return "-" if value is None else str(value)
+
+
+def _number(value: float | None, digits: int, unit: str = "") -> str:
+    return "-" if value is None else f"{value:.{digits}f}{unit}"
+
+
+def _median(spread: Spread | None) -> float | None:
+    return None if spread is None else spread.median
+
+
+def _before_loops(result: Result) -> str:
+    return _number(None if result.acceptance_before_loops is None else result.acceptance_before_loops.length, 2)
+
+
+def _equal(result: Result) -> str:
+    if result.num_equal == result.num_prompts:
+        return "equal"
+    return f"{result.num_equal}/{result.num_prompts} equal"
