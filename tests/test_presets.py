@@ -71,7 +71,7 @@ def parse(*argv: str) -> argparse.Namespace:
 def test_the_table() -> None:
     assert presets.DEFAULT == "demo"
     k = {name: preset.num_speculative_tokens for name, preset in PRESETS.items()}
-    assert k == {"demo": 8, "smollm2": 8} | {f"qwen3-{size}": 12 for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b")}
+    assert k == {"demo": 4, "smollm2": 4} | {f"qwen3-{size}": 12 for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b")}
     assert (PRESETS["qwen3-1.7b"].target, PRESETS["qwen3-32b"].target) == ("Qwen/Qwen3-1.7B", "Qwen/Qwen3-32B")
     assert {preset.draft for name, preset in PRESETS.items() if "qwen" in name} == {"amd/PARD-Qwen3-0.6B"}
     package = Path(presets.__file__).parent
@@ -219,7 +219,7 @@ def _unreachable(name: str, **_: Any) -> Path:
         ("--model tiny --method none", None, None),
         ("--model tiny --method ngram -k 4", None, 4),
         ("--model tiny --speculative-config {}", None, None),
-        ("", "demo", 8),
+        ("", "demo", 4),
     ],
 )
 def test_what_a_command_line_leaves_open(argv: str, draft: str | None, k: int | None, pair: Preset) -> None:
