@@ -15,6 +15,7 @@ import numpy as np
 from pard_jax import report
 from pard_jax.config import ModelConfig
 from pard_jax.models.attention import resolve_implementation
+from pard_jax.presets import resolve_target
 from pard_jax.tokenizer import load_tokenizer
 from pard_jax.train import data, export, initial, options
 from pard_jax.train.checkpoints import Checkpoints
@@ -23,7 +24,7 @@ from pard_jax.train.logs import Log
 from pard_jax.train.objective import Objective
 from pard_jax.train.optimizer import OptimizerConfig
 from pard_jax.train.trainer import Intervals, Outcome, data_mesh, train, write_plot
-from pard_jax.weights import load_params, resolve_checkpoint
+from pard_jax.weights import load_params
 
 # Settings without an effect on the result, which may differ when a run is resumed.
 _FREE = {"output", "log_every", "evaluate_every", "save_every", "keep", "tensorboard", "overwrite", "evaluation_batch"}
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> Outcome:
     layers = None if args.layers is None else [int(i) for i in args.layers.split(",")]
     directory = None
     if args.model is not None:
-        directory = resolve_checkpoint(args.model, revision=args.revision)
+        directory = resolve_target(args.model, revision=args.revision)
         config, config_json, params = initial.from_checkpoint(directory, layers)
     else:
         config, config_json, params = initial.from_config(Path(args.config), args.seed)
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace) -> Outcome:
     dtype = args.dtype if args.dtype != "auto" else ("float32" if device.platform == "cpu" else "bfloat16")
     target_config = target_params = None
     if args.distill_from is not None:
-        target_directory = resolve_checkpoint(args.distill_from)
+        target_directory = resolve_target(args.distill_from)
         target_config = ModelConfig.from_pretrained(target_directory)
         target_params = load_params(target_directory, target_config, dtype=dtype)
     objective = Objective(
