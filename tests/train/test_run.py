@@ -193,7 +193,7 @@ def test_a_trained_draft_is_worth_something(base, tmp_path):
               "--schedule", "cosine"]  # fmt: skip
     samples = write_samples(tmp_path / "data.jsonl", 600)
     flags = ["--config", str(config), "--data", str(samples), "--output", str(tmp_path / "target"), "-k", "1"]
-    assert main([*common, *flags, "--steps", "150"]) == 0
+    assert main([*common, *flags, "--steps", "110"]) == 0
     model = tmp_path / "target" / "model"
     assert "pard_token" not in json.loads((model / "config.json").read_text())
 
@@ -210,7 +210,7 @@ def test_a_trained_draft_is_worth_something(base, tmp_path):
     draft = hf_config("qwen3", **SMALL)
     config.write_text(json.dumps(draft))
     flags = ["--config", str(config), "--data", str(tmp_path / "said.jsonl"), "--output", str(tmp_path / "draft")]
-    assert main([*common, *flags, "-k", "4", "--steps", "200", "--mask-token-id", str(VOCAB - 1)]) == 0
+    assert main([*common, *flags, "-k", "4", "--steps", "150", "--mask-token-id", str(VOCAB - 1)]) == 0
     untrained = tmp_path / "untrained"
     save_hf(random_params(ModelConfig.from_hf(draft), 9), draft | {"pard_token": VOCAB - 1}, untrained, progress=False)
     make_tokenizer(untrained, NUM_TOKENS)
