@@ -57,11 +57,18 @@ def resolve_implementation(implementation: str, dtype) -> str:
     """``"auto"`` is cuDNN's kernel on an NVIDIA GPU in a 16-bit dtype, and XLA elsewhere.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: an unknown name, or cuDNN where it cannot run.
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"unknown attention implementation {implementation!r}; choose of {', '.join(IMPLEMENTATIONS)}")
+    device = jax.devices()[0]
+    nvidia = "cuda" in getattr(device.client, "platform_version", "").lower()
+    runs = nvidia and jnp.dtype(dtype).itemsize == 2
+    if implementation == "cudnn" and not runs:
+        raise ValueError(
+            f"cuDNN attention needs an NVIDIA GPU and bfloat16 or float16; this is {device.platform} in "
+            f"{jnp.dtype(dtype).name}: choose xla or auto"
+        )
     if implementation != "auto":
         return implementation
-    nvidia = "cuda" in getattr(jax.devices()[0].client, "platform_version", "").lower()
-    return "cudnn" if nvidia and jnp.dtype(dtype).itemsize == 2 else "xla"
+    return "cudnn" if runs else "xla"

@@ -46,6 +46,11 @@ class OptimizerConfig:
             raise ValueError(f"the learning rate must be above 0, got {self.learning_rate}")
         if not 0 <= self.warmup < 1:
             raise ValueError(f"the warm-up is a share of the steps, in [0, 1), got {self.warmup}")
+        for field, value in (("beta1", self.beta1), ("beta2", self.beta2)):
+            if not 0 <= value < 1:
+                raise ValueError(f"{field} must be in [0, 1), got {value}")
+        if not 0 <= self.final_ratio <= 1:
+            raise ValueError(f"the final rate is a share of the peak, in [0, 1], got {self.final_ratio}")
         if not self.clip > 0:
             raise ValueError(f"the gradient norm to clip at must be above 0, got {self.clip}")
 

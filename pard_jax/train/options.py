@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from pard_jax import cli
 from pard_jax.models.attention import IMPLEMENTATIONS
 from pard_jax.train.cod import CodConfig
 from pard_jax.train.optimizer import OPTIMIZERS, SCHEDULES, OptimizerConfig
 
+MAX_BLOCKS = 128  # as many as are ever drafted
 DESCRIPTION = "Train a PARD draft by conditional drop (COD), or a model from the next token on (-k 1)."
 EXAMPLES = """\
 examples:
@@ -119,6 +121,13 @@ def parser(*, prog: str = "python -m pard_jax.train", description: str = DESCRIP
     return result
 
 
+_LEAST = (
+    (("length", "batch_size", "accumulation", "num_blocks", "steps", "evaluation_batch", "evaluation_drafts"), 1),
+    (("log_every", "keep", "max_samples"), 1),
+    (("evaluate_every", "save_every", "held_out", "seed", "weight_decay", "embedding_ratio", "final_ratio"), 0),
+)
+
+
 def check(args: argparse.Namespace, num_devices: int) -> None:
     """Refuse what contradicts itself, before anything is loaded.
 
@@ -131,16 +140,24 @@ def check(args: argparse.Namespace, num_devices: int) -> None:
         raise ValueError("--config needs --tokenizer: the directory of the tokenizer that the samples were made with")
     if args.layers is not None and args.config is not None:
         raise ValueError("--layers picks layers of --model; --config says itself how many there are")
-    for name in ("length", "batch_size", "accumulation", "num_blocks", "evaluation_batch", "keep"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    for names, least in _LEAST:
+        for name in names:
+            value = getattr(args, name)
+            if value is not None and value < least:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+    if args.num_blocks > MAX_BLOCKS:
+        raise ValueError(f"-k/--num-blocks is at most {MAX_BLOCKS}, got {args.num_blocks}")
+    if args.length <= args.num_blocks:
+        raise ValueError(f"--length {args.length} leaves no row for block {args.num_blocks}; choose more than -k")
+    if not args.epochs > 0:
+        raise ValueError(f"--epochs must be above 0, got {args.epochs}")
+    if Path(args.output).exists() and not Path(args.output).is_dir():
+        raise ValueError(f"--output {args.output} is a file; name a directory")
     if args.batch_size % (args.accumulation * num_devices):
         raise ValueError(
             f"a batch of {args.batch_size} rows cannot be split into {args.accumulation} pass(es) over "
             f"{num_devices} device(s); choose a multiple of {args.accumulation * num_devices}"
         )
-    if args.steps is not None and args.steps < 1:
-        raise ValueError(f"--steps must be at least 1, got {args.steps}")
     if not 0 <= args.distill_weight <= 1:
         raise ValueError(f"--distill-weight must be in [0, 1], got {args.distill_weight}")
 

@@ -16,7 +16,7 @@ from pard_jax import report
 from pard_jax.config import ModelConfig
 from pard_jax.models.attention import resolve_implementation
 from pard_jax.presets import resolve_target
-from pard_jax.tokenizer import load_tokenizer
+from pard_jax.tokenizer import check_same_vocabulary, load_tokenizer
 from pard_jax.train import data, export, initial, options
 from pard_jax.train.checkpoints import Checkpoints
 from pard_jax.train.evaluate import Evaluator
@@ -70,6 +70,8 @@ def run(args: argparse.Namespace) -> Outcome:
     if args.distill_from is not None:
         target_directory = resolve_target(args.distill_from)
         target_config = ModelConfig.from_pretrained(target_directory)
+        sizes = target_config.vocab_size, config.vocab_size
+        check_same_vocabulary(load_tokenizer(target_directory), tokenizer, *sizes, mask)
         target_params = load_params(target_directory, target_config, dtype=dtype)
     objective = Objective(
         config=config,

@@ -150,6 +150,11 @@ def train(
             return
         before = time.monotonic()
         evaluation = evaluator(state.params)
+        if not math.isfinite(evaluation.loss):
+            raise FloatingPointError(
+                f"the held-out loss of step {step} is {evaluation.loss}; the checkpoint of step {saved} is intact. "
+                "Lower the learning rate, or look at the samples"
+            )
         log.write_evaluation(step, **_flat(evaluation))
         say(
             f"step {step}: held-out loss {evaluation.loss:.3f}, acceptance length {evaluation.acceptance_length:.3f} "

@@ -159,6 +159,18 @@ def test_other_settings_are_refused(base, tmp_path, capsys):
         (["--layers", "0,4"], "layer 4"),
         (["--steps", "0"], "--steps"),
         (["--devices", "9"], "9 devices"),
+        (["--attention", "cudnn"], "NVIDIA"),
+        (["--beta2", "1"], "beta2"),
+        (["--embedding-ratio", "-1"], "--embedding-ratio"),
+        (["--final-ratio", "9"], "final rate"),
+        (["--save-every", "-1"], "--save-every"),
+        (["--log-every", "0"], "--log-every"),
+        (["--evaluation-drafts", "0"], "--evaluation-drafts"),
+        (["--epochs", "0"], "--epochs"),
+        (["--length", "3"], "--length"),
+        (["--seed", "-1"], "--seed"),
+        (["-k", "500"], "128"),
+        (["--distill-from", "demo"], "vocabular"),
         (["--optimizer", "sgd"], "sgd"),
         (["--config", "x.json"], "either"),
         (["--retention", "2"], "retention"),
@@ -169,6 +181,13 @@ def test_refusals(base, tmp_path, capsys, flags, message):
     err = capsys.readouterr().err
     assert message in err
     assert "Traceback" not in err
+
+
+def test_an_output_that_is_a_file(base, tmp_path, capsys):
+    (tmp_path / "file").write_text("mine")
+    assert main(command(base, tmp_path / "file")) == 2
+    assert "is a file" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def acceptance(target: Path, draft: Path, prompts: list[list[int]]) -> tuple[float, list[list[int]]]:
