@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from pard_jax.config import EngineConfig, ModelConfig, SpeculativeConfig, extra_slots
 from pard_jax.config.model import MASK_TOKEN_KEYS
 from pard_jax.decoding.drafters import Drafter, NgramDrafter, NoDrafter, PardDrafter, SequentialDrafter
+from pard_jax.decoding.drafters.model import ModelDrafter
 from pard_jax.engine.engine import Engine
 from pard_jax.engine.memory import MemoryPlan, Speculation, device_memory, plan_memory
 from pard_jax.models import make_mesh
@@ -75,14 +76,22 @@ class Parts:
 
     def without_speculation(self) -> Parts:
         """The same target, weights and lengths, for decoding one token a step."""
+        return self.configured(None, self.engine_config.max_num_seqs)
+
+    def configured(self, speculative: SpeculativeConfig | None, max_num_seqs: int) -> Parts:
+        """The same weights, lengths and settings for another method, K or batch, which needs no more memory."""
         settings = self.settings
+        draft = None
+        if speculative is not None and speculative.model is not None:
+            assert isinstance(settings.drafter, ModelDrafter)
+            draft = settings.drafter.config
+        speculation = _speculation(speculative, draft, self.params.get("draft") is self.params["target"])
+        engine = dataclasses.replace(self.engine_config, max_num_seqs=max_num_seqs)
         # Less is needed than was planned for, so this plan fits, whatever the device has left by now.
         plan = plan_memory(
             settings.config,
-            dataclasses.replace(
-                self.engine_config, max_model_len=settings.plan.max_model_len, gpu_memory_utilization=1.0
-            ),
-            Speculation(),
+            dataclasses.replace(engine, max_model_len=settings.plan.max_model_len, gpu_memory_utilization=1.0),
+            speculation,
             dtype=settings.dtype,
             chunk_size=settings.chunk_size,
             memory_bytes=settings.plan.budget_bytes,
@@ -90,11 +99,17 @@ class Parts:
         return dataclasses.replace(
             self,
             settings=dataclasses.replace(
-                settings, draft_model=None, method="none", num_speculative_tokens=0, plan=plan, drafter=NoDrafter()
+                settings,
+                draft_model=None if draft is None else settings.draft_model,
+                method="none" if speculative is None else speculative.drafter,
+                num_speculative_tokens=speculation.num_speculative_tokens,
+                plan=plan,
+                drafter=make_drafter(speculative, settings.config, draft, plan.max_model_len),
             ),
-            params={"target": self.params["target"]},
-            speculative_slots=0,
-            synthetic_rates=None,
+            engine_config=engine,
+            params=self.params if draft is not None else {"target": self.params["target"]},
+            speculative_slots=speculation.num_speculative_tokens + speculation.extra_slots,
+            synthetic_rates=None if speculative is None else speculative.conditional_acceptance_rates,
         )
 
 

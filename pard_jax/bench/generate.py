@@ -53,7 +53,7 @@ def measure(argv: Sequence[str]) -> None:
     outcome = Outcome(args, workloads)
     for batch in args.max_num_seqs:
         for method, speculative in speculations:
-            configured = ours.configure(parts, speculative, batch)
+            configured = parts.configured(speculative, batch)
             passes = {"repeats": args.repeats, "ignore_eos": args.ignore_eos}
             for measured in ours.measure(configured, method, workloads, args.max_tokens, **passes):
                 outcome.add(measured)

@@ -13,11 +13,9 @@ from pard_jax import LLM, SamplingParams
 from pard_jax.bench.acceptance import Trace
 from pard_jax.bench.result import Case, Measurement, Timing
 from pard_jax.bench.workload import Workload
-from pard_jax.config import EngineConfig, SpeculativeConfig, extra_slots
-from pard_jax.decoding.drafters.model import ModelDrafter
-from pard_jax.engine.memory import Speculation, plan_memory
+from pard_jax.config import EngineConfig, SpeculativeConfig
 from pard_jax.engine.request import RequestUpdate
-from pard_jax.loading import Loaded, Parts, load_engine, make_drafter
+from pard_jax.loading import Loaded, Parts, load_engine
 from pard_jax.outputs import RequestOutput
 from pard_jax.tokenizer import Tokenizer
 
@@ -64,51 +62,6 @@ def load(
     )
     widest = dataclasses.replace(engine, max_num_seqs=max(batches))
     return load_engine(directory, widest, most, tokenizer=tokenizer).parts
-
-
-def configure(parts: Parts, speculative: SpeculativeConfig | None, max_num_seqs: int) -> Parts:
-    """The same weights, lengths and settings for another method, K or batch, which needs no more memory."""
-    settings = parts.settings
-    draft = None
-    if speculative is not None and speculative.model is not None:
-        assert isinstance(settings.drafter, ModelDrafter)
-        draft = settings.drafter.config
-    k = 0 if speculative is None else speculative.num_speculative_tokens
-    extra = 0 if speculative is None else extra_slots(speculative.method, speculative.parallel_drafting, k)
-    # Less is needed than was planned for, so this plan fits, whatever the device has left by now.
-    engine = dataclasses.replace(
-        parts.engine_config,
-        max_num_seqs=max_num_seqs,
-        max_model_len=settings.plan.max_model_len,
-        gpu_memory_utilization=1.0,
-    )
-    plan = plan_memory(
-        settings.config,
-        engine,
-        Speculation(
-            num_speculative_tokens=k,
-            extra_slots=extra,
-            draft=draft,
-            shares_weights=parts.params.get("draft") is parts.params["target"],
-        ),
-        dtype=settings.dtype,
-        chunk_size=settings.chunk_size,
-        memory_bytes=settings.plan.budget_bytes,
-    )
-    return dataclasses.replace(
-        parts,
-        settings=dataclasses.replace(
-            settings,
-            draft_model=None if draft is None else settings.draft_model,
-            method="none" if speculative is None else speculative.drafter,
-            num_speculative_tokens=k,
-            plan=plan,
-            drafter=make_drafter(speculative, settings.config, draft, plan.max_model_len),
-        ),
-        engine_config=engine,
-        params=parts.params if draft is not None else {"target": parts.params["target"]},
-        speculative_slots=k + extra,
-    )
 
 
 def measure(

@@ -177,14 +177,18 @@ class Decoder(nnx.Module):
         x, _ = lax.scan(jax.checkpoint(layer) if remat else layer, inputs, layers, unroll=unroll)
         return _rms_norm(x, self.norm[...], config.rms_norm_eps)
 
+    @property
+    def head(self) -> Float[Array, "V D"]:
+        """The output matrix, which may be the embedding."""
+        return self.embed[...] if self.config.tie_word_embeddings else self.lm_head[...]
+
     def logits(self, hidden: Float[Array, "R T D"]) -> Float[Array, "R T V"]:
         """Scores over the vocabulary, float32. A tied head contracts on the embedding's D axis: no transposed copy."""
-        head = self.embed if self.config.tie_word_embeddings else self.lm_head
         with jax.named_scope("lm_head"):
             return jnp.einsum(
                 "rtd,vd->rtv",
                 hidden,
-                head[...],
+                self.head,
                 preferred_element_type=jnp.float32,
                 precision=precision_of(hidden.dtype),
             )

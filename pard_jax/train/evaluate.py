@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float
 
 from pard_jax.models import bind
 from pard_jax.train.cod import all_rows, lay_out
+from pard_jax.train.loss import num_chunks
 from pard_jax.train.objective import DATA_AXIS, Objective, embed_rows
 
 _CHUNK_ROWS = 4096
@@ -129,8 +130,7 @@ def _score(
     hidden = model.encode(embedded, inputs.positions, inputs.mask, implementation=objective.attention)
 
     # Through the head in chunks of positions, so that the logits of all rows never lie beside one another.
-    chunks = next(n for n in range(1, length + 1) if length % n == 0 and (size * num_drafts * length // n <= _CHUNK_ROWS
-                                                                           or n == length))  # fmt: skip
+    chunks = num_chunks(size * num_drafts, length, _CHUNK_ROWS)
     total = num_drafts * length
 
     def split(x: Array) -> Array:

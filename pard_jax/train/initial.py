@@ -77,8 +77,7 @@ def calibrate_norm(objective: Objective, params: dict[str, Any], batch: dict[str
             cast["embed"][inputs.tokens], inputs.positions, inputs.mask, implementation=objective.attention
         )
         weights = coefficients(inputs.supervised[None], rows.block, num_blocks=1, per_subtask=False)[0]
-        head = cast["embed"] if objective.config.tie_word_embeddings else cast["lm_head"]
-        return cross_entropy(hidden, head, inputs.targets, weights)
+        return cross_entropy(hidden, model.head, inputs.targets, weights)
 
     losses = [float(loss(params, batch, jnp.float32(scale))) for scale in NORM_SCALES]
     return NORM_SCALES[int(np.argmin(losses))]

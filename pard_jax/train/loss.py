@@ -56,7 +56,7 @@ def _cross_entropy(hidden, head, targets, coefficients, teacher, weight: float, 
 
 def _forward(hidden, head, targets, coefficients, teacher, weight: float, head_rows: tuple[int, ...] | None):
     b, r, d = hidden.shape
-    chunks = _num_chunks(b, r)
+    chunks = num_chunks(b, r, CHUNK_ROWS)
 
     def split(x: Array) -> Array:  # [B, R, ...] -> [chunks, B, R / chunks, ...]
         return x.reshape(b, chunks, r // chunks, *x.shape[2:]).swapaxes(0, 1)
@@ -108,9 +108,10 @@ def _teacher_probs(hidden: Array, head: Array, vocab_size: int) -> Array:
     return jnp.pad(probs, ((0, 0), (0, 0), (0, vocab_size - probs.shape[-1])))
 
 
-def _num_chunks(batch: int, rows: int) -> int:
-    """The fewest equal parts of the row axis of at most CHUNK_ROWS rows over the batch."""
-    return next(n for n in range(1, rows + 1) if rows % n == 0 and (batch * rows // n <= CHUNK_ROWS or n == rows))
+def num_chunks(batch: int, length: int, most_rows: int) -> int:
+    """The fewest equal parts of an axis of ``length`` that hold at most ``most_rows`` rows each, over the batch."""
+    parts = (n for n in range(1, length + 1) if length % n == 0)
+    return next(n for n in parts if batch * length // n <= most_rows or n == length)
 
 
 def coefficients(supervised: Array, block: Array, *, num_blocks: int, per_subtask: bool) -> Float[Array, "A B R"]:

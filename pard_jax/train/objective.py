@@ -128,10 +128,9 @@ class Objective:
             implementation=self.attention,
             remat=self.remat,
         )
-        head = cast["embed"] if self.config.tie_word_embeddings else cast["lm_head"]
         teacher = self._teacher(target_params, rows, batch)
         head_rows = self.trained_rows if self.frozen_embeddings else None
-        return cross_entropy(hidden, head, inputs.targets, weights, teacher, head_rows=head_rows)
+        return cross_entropy(hidden, model.head, inputs.targets, weights, teacher, head_rows=head_rows)
 
     def _teacher(self, target_params: Any, rows: Rows, batch: dict[str, Array]) -> Teacher | None:
         """The target's states at every row's position, given the true tokens before it."""
@@ -142,8 +141,7 @@ class Objective:
         embedded = target_params["embed"][batch["token_ids"]]
         model = bind(self.target, target_params)
         hidden = model.encode(embedded, inputs.positions, inputs.mask, implementation=self.attention)
-        head = target_params["embed"] if self.target.tie_word_embeddings else target_params["lm_head"]
-        return Teacher(lax.stop_gradient(hidden[:, rows.position]), head, self.distill_weight)
+        return Teacher(lax.stop_gradient(hidden[:, rows.position]), model.head, self.distill_weight)
 
 
 def embed_rows(

@@ -187,7 +187,7 @@ def measure(
     speculative = ours.speculative_config(method, k, Path(pair.draft), None)
     engine = EngineConfig(max_model_len=256, steps_per_dispatch=steps)
     parts = ours.load(Path(pair.target), engine, [batch, 2], [speculative], None)
-    configured = ours.configure(parts, speculative, batch)
+    configured = parts.configured(speculative, batch)
     (measured,) = ours.measure(
         configured, method, [Workload(None, {"x": prompts})], max_tokens, repeats=1, ignore_eos=True
     )
@@ -241,7 +241,7 @@ def test_nothing_compiles_once_it_is_timed(pair: Directories) -> None:
         Path(pair.target), EngineConfig(max_model_len=256, steps_per_dispatch=4), [1], [speculative], None
     )
     workloads = [Workload(None, {"x": PROMPTS[:1]}), Workload(64, {"x": [PROMPTS[0] * 10]})]
-    measuring = ours.measure(ours.configure(parts, speculative, 1), "pard", workloads, 8, repeats=2, ignore_eos=True)
+    measuring = ours.measure(parts.configured(speculative, 1), "pard", workloads, 8, repeats=2, ignore_eos=True)
     next(measuring)
     with count_compiles() as compiled:
         next(measuring)
@@ -253,7 +253,7 @@ def test_one_load_serves_every_method(pair: Directories) -> None:
     parts = ours.load(Path(pair.target), EngineConfig(max_model_len=64), [1, 2], speculations, None)
     assert parts.settings.method == "pard" and parts.settings.num_speculative_tokens == 3
     for speculative in speculations:
-        other = ours.configure(parts, speculative, 1)
+        other = parts.configured(speculative, 1)
         drafts = speculative is not None and speculative.model is not None
         assert other.params["target"] is parts.params["target"]
         assert other.params.get("draft") is (parts.params["draft"] if drafts else None)
