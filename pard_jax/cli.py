@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from pard_jax import presets
 from pard_jax.config import EngineConfig, SpeculativeConfig
-from pard_jax.config.engine import DTYPES
+from pard_jax.config.engine import DTYPES, IMPLEMENTATIONS
 from pard_jax.sampling_params import SamplingParams
 
 # Flags that say in part what --speculative-config says in whole; None where they were not given.
@@ -99,6 +99,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, max_model_len: str,
         help="prompt tokens a pass (default: 64 on a CPU, 256 elsewhere)")  # fmt: skip
     add("--steps-per-dispatch", type=int, metavar="N",
         help="speculative steps between two looks of the host (default: 1 on a CPU, 8 elsewhere)")  # fmt: skip
+    add("--implementation", choices=IMPLEMENTATIONS, default="auto",
+        help="of decoding passes: XLA's operations or our own kernels (default: auto: our kernels on one NVIDIA GPU "
+        "in 16 bits)")  # fmt: skip
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
@@ -181,6 +184,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         gpu_memory_utilization=args.gpu_memory_utilization,
         prefill_chunk_size=args.prefill_chunk_size,
         steps_per_dispatch=args.steps_per_dispatch,
+        implementation=args.implementation,
         **rows,
     )
 

@@ -36,6 +36,7 @@ class Settings:
     dtype: Any
     chunk_size: int
     steps_per_dispatch: int
+    implementation: str  # of decoding passes: "xla" or "pallas"
     plan: MemoryPlan
     config: ModelConfig
     drafter: Drafter
@@ -67,6 +68,9 @@ class Parts:
             steps_per_dispatch=settings.steps_per_dispatch,
             dtype=settings.dtype,
             speculative_slots=self.speculative_slots,
+            implementation=settings.implementation,
+            # On a CPU what the special program saves is nothing, and compiling it takes seconds.
+            specialize=self.mesh.devices.flat[0].platform != "cpu",
             tokenizer=self.tokenizer,
             eos_token_ids=self.eos_token_ids,
             seed=self.engine_config.seed,
@@ -104,7 +108,7 @@ class Parts:
                 method="none" if speculative is None else speculative.drafter,
                 num_speculative_tokens=speculation.num_speculative_tokens,
                 plan=plan,
-                drafter=make_drafter(speculative, settings.config, draft, plan.max_model_len),
+                drafter=make_drafter(speculative, settings.config, draft, plan.max_model_len, settings.implementation),
             ),
             engine_config=engine,
             params=self.params if draft is not None else {"target": self.params["target"]},
@@ -167,6 +171,7 @@ def load_engine(
     dtype = ("float32" if on_cpu else "bfloat16") if engine_config.dtype == "auto" else engine_config.dtype
     chunk_size = engine_config.prefill_chunk_size or (64 if on_cpu else 256)
     steps = engine_config.steps_per_dispatch or (1 if on_cpu else 8)
+    implementation = resolve_implementation(engine_config.implementation, dtype, mesh)
 
     tokenizer = load_tokenizer(directory) if tokenizer is None else tokenizer
     generation = load_generation_config(directory)
@@ -187,7 +192,7 @@ def load_engine(
             plan.max_model_len,
             engine_config.max_num_seqs,
         )
-    drafter = make_drafter(speculative, config, draft_config, plan.max_model_len)
+    drafter = make_drafter(speculative, config, draft_config, plan.max_model_len, implementation)
 
     params = {"target": load_params(directory, config, dtype=dtype, mesh=mesh, progress=progress)}
     if shared_weights:
@@ -203,6 +208,7 @@ def load_engine(
         dtype=jnp.dtype(dtype),
         chunk_size=chunk_size,
         steps_per_dispatch=steps,
+        implementation=implementation,
         plan=plan,
         config=config,
         drafter=drafter,
@@ -222,7 +228,11 @@ def load_engine(
 
 
 def make_drafter(
-    speculative: SpeculativeConfig | None, target: ModelConfig, draft: ModelConfig | None, max_model_len: int
+    speculative: SpeculativeConfig | None,
+    target: ModelConfig,
+    draft: ModelConfig | None,
+    max_model_len: int,
+    implementation: str = "xla",
 ) -> Drafter:
     """The drafter that a configuration names.
 
@@ -246,11 +256,31 @@ def make_drafter(
         "config": draft,
         "target_vocab_size": target.vocab_size,
         "max_model_len": limit if limit < max_model_len else max_model_len + k,
+        "implementation": implementation,
         "sampled": speculative.draft_sample_method == "probabilistic",
     }
     if speculative.drafter == "pard":
         return PardDrafter(**common, mask_token_id=_mask_token_id(speculative, draft))
     return SequentialDrafter(**common)
+
+
+def resolve_implementation(implementation: str, dtype: Any, mesh: Mesh) -> str:
+    """``"auto"`` is our kernels where they run: one NVIDIA GPU, in a 16-bit dtype.
+
+    Raises:
+        ValueError: they are asked for where they do not run.
+    """
+    device = mesh.devices.flat[0]
+    nvidia = device.platform == "gpu" and "rocm" not in device.client.platform_version.lower()
+    runs = nvidia and mesh.size == 1 and jnp.dtype(dtype).itemsize == 2
+    if implementation == "pallas" and not runs:
+        raise ValueError(
+            f"implementation='pallas' needs one NVIDIA GPU and bfloat16 or float16; this is {mesh.size} "
+            f"{device.platform} device(s) in {jnp.dtype(dtype).name}: choose 'xla' or 'auto'"
+        )
+    if implementation != "auto":
+        return implementation
+    return "pallas" if runs else "xla"
 
 
 def _mask_token_id(speculative: SpeculativeConfig, draft: ModelConfig) -> int:

@@ -114,7 +114,8 @@ def describe_settings(settings: Settings, num_slots: int, tensor_parallel_size: 
         f"speculation  {speculation}\n"
         f"engine       {num_slots} slot{'s' * (num_slots > 1)}, max_model_len={plan.max_model_len}, "
         f"KV cache {_gib(plan.cache_bytes)}, weights {_gib(plan.weight_bytes)} a device, "
-        f"prefill chunk {settings.chunk_size}, {settings.steps_per_dispatch} step(s) a dispatch"
+        f"prefill chunk {settings.chunk_size}, {settings.steps_per_dispatch} step(s) a dispatch, "
+        f"{settings.implementation} decoding"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+IMPLEMENTATIONS = ("auto", "xla", "pallas")
 _SHORT = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 
 
@@ -22,12 +23,17 @@ class EngineConfig:
     steps_per_dispatch: int | None = (
         None  # speculative steps between two looks of the host; None: 1 on CPU, 8 elsewhere
     )
+    implementation: str = "auto"  # of decoding passes; auto: our kernels on one NVIDIA GPU in 16 bits, XLA elsewhere
     smallest_window: int = 256  # attention reads the next power-of-two multiple of it over the longest live sequence
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", _SHORT.get(str(self.dtype), str(self.dtype)))
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r} is not supported; choose one of {', '.join(DTYPES)}")
+        if self.implementation not in IMPLEMENTATIONS:
+            raise ValueError(
+                f"implementation={self.implementation!r} is not known; choose one of {', '.join(IMPLEMENTATIONS)}"
+            )
         for name in ("max_model_len", "max_num_seqs", "tensor_parallel_size", "prefill_chunk_size",
                      "steps_per_dispatch", "smallest_window"):  # fmt: skip
             value = getattr(self, name)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pard_jax.decoding.sampling import first_argmax
+from pard_jax.models.argmax import first_argmax
 
 MAX_LOGPROBS = 20  # the most likeliest tokens a request may ask for: vLLM's --max-logprobs
 

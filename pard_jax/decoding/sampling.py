@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, UInt, UInt32
 
+from pard_jax.models.argmax import first_argmax
 from pard_jax.pytree import pytree
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy (vLLM's _SAMPLING_EPS)
@@ -62,17 +63,6 @@ def role_keys(
     if position.ndim == 2:
         key = jax.vmap(key, in_axes=(None, 0, None))
     return jax.vmap(key)(seed, position, role)
-
-
-def first_argmax(scores: Float[Array, "*B V"]) -> Int[Array, "*B"]:
-    """The first index of the largest score; some index below V where a score is NaN.
-
-    Two plain reductions: XLA's CPU argmax is a scalar loop, and takes 5 times as long.
-    """
-    vocab = scores.shape[-1]
-    index = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
-    hits = scores == scores.max(axis=-1, keepdims=True)
-    return jnp.minimum(jnp.where(hits, index, vocab).min(axis=-1), vocab - 1)
 
 
 def sample(logits: Float[Array, "*B V"], keys: Key[Array, "*B"]) -> Int[Array, "*B"]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -19,20 +20,40 @@ from pard_jax.decoding.drafters import DraftContext, Drafter
 from pard_jax.decoding.logprobs import TokenLogprobs, token_logprobs
 from pard_jax.decoding.sampling import mask_below_min_tokens, warp_logits
 from pard_jax.decoding.state import DecodeState, Row, admit
-from pard_jax.decoding.verify import fit_vocabulary, verify
+from pard_jax.decoding.verify import fit_vocabulary, verify, verify_greedy
 from pard_jax.models import bind
 from pard_jax.pytree import pytree
 
 
 @pytree
 class StepOutput:
-    """What one step gave, row by row; a dispatch of several steps stacks them along a leading axis."""
+    """What one step gave, row by row; a dispatch of several steps stacks them along a leading axis.
 
-    tokens: Int[Array, "*steps B K+1"]  # the tokens kept, then -1
-    num_kept: Int[Array, "*steps B"]  # 0 for rows that were not active
-    num_drafts: Int[Array, "*steps B"]  # drafts that the drafter really made
-    num_accepted: Int[Array, "*steps B"]  # of these; a stop token may keep fewer
-    logprobs: TokenLogprobs
+    The numbers lie side by side in one array: a kernel writes it, and the host reads it, at once.
+    """
+
+    packed: Int[Array | np.ndarray, "*steps B K+4"]
+    logprobs: TokenLogprobs | None  # None where the program was compiled for requests that ask for none
+
+    @property
+    def tokens(self) -> Int[Array | np.ndarray, "*steps B _"]:
+        """The tokens kept, then -1."""
+        return self.packed[..., :-3]
+
+    @property
+    def num_kept(self) -> Int[Array | np.ndarray, "*steps B"]:
+        """0 for rows that were not active."""
+        return self.packed[..., -3]
+
+    @property
+    def num_drafts(self) -> Int[Array | np.ndarray, "*steps B"]:
+        """Drafts that the drafter really made."""
+        return self.packed[..., -2]
+
+    @property
+    def num_accepted(self) -> Int[Array | np.ndarray, "*steps B"]:
+        """Of these; a stop token may keep fewer."""
+        return self.packed[..., -1]
 
 
 def step(
@@ -42,6 +63,8 @@ def step(
     state: DecodeState,
     *,
     window: int,
+    greedy: bool = False,
+    implementation: str = "xla",
     synthetic_rates: Float[Array, "K"] | None = None,
 ) -> tuple[DecodeState, StepOutput]:
     """Draft, verify and commit once for every active row.
@@ -50,6 +73,9 @@ def step(
         params: ``{"target": ..., "draft": ...}``.
         state: the state before; rows that are not active keep theirs.
         window: cache slots to read; at least the longest active row plus 2K.
+        greedy: compile for rows that are all greedy, ask for no log-probabilities and may stop at any length: the
+            same tokens, by less work (static).
+        implementation: of the target's pass; see :func:`pard_jax.models.bind`.
         synthetic_rates: conditional acceptance rates for measuring (vLLM's "synthetic"); the output is then not the
             target's.
     """
@@ -58,23 +84,27 @@ def step(
     with jax.named_scope("draft"):
         proposal, draft = drafter.propose(params.get("draft"), state.draft, context, window=window)
     # A draft behind a void one is void too, so the row's drafts are a prefix.
-    real = jnp.cumprod(proposal.tokens >= 0, axis=1, dtype=jnp.int32) > 0
-    drafts = jnp.where(real, proposal.tokens, -1)
+    column = jnp.arange(k, dtype=jnp.int32)[None, :]
+    num_drafts = jnp.where(proposal.tokens < 0, column, k).min(axis=1, initial=k)
+    drafts = jnp.where(column < num_drafts[:, None], proposal.tokens, -1)
 
     with jax.named_scope("target"):
-        model = bind(config, params["target"])
+        model = bind(config, params["target"], implementation)
         last = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1, mode="clip")
         inputs = jnp.concatenate([last, jnp.maximum(drafts, 0)], axis=1)
         out = model(inputs, state.cache, state.cached, window=window, capture=drafter.target_layers)
-        raw = model.logits(out.hidden)
         if out.features is not None:
             draft = drafter.observe(draft, out.features, state.cached, 0)
+        raw = None if greedy else model.logits(out.hidden)
 
     with jax.named_scope("verify"):
-        logits = mask_below_min_tokens(raw, state.length, state.min_length, state.stop_ids)
-        logits = warp_logits(logits, state.sampling)
-        probs = None if proposal.probs is None else fit_vocabulary(proposal.probs, logits.shape[-1])
-        verified = verify(logits, drafts, probs, state.sampling, state.length, conditional_rates=synthetic_rates)
+        if raw is None:
+            verified = verify_greedy(model.best(out.hidden), drafts)
+        else:
+            logits = mask_below_min_tokens(raw, state.length, state.min_length, state.stop_ids)
+            logits = warp_logits(logits, state.sampling)
+            probs = None if proposal.probs is None else fit_vocabulary(proposal.probs, logits.shape[-1])
+            verified = verify(logits, drafts, probs, state.sampling, state.length, conditional_rates=synthetic_rates)
 
     # Keep up to and including the first token that ends the row.
     offsets = jnp.arange(k + 1, dtype=jnp.int32)[None, :]
@@ -97,15 +127,12 @@ def step(
         cache=out.cache,
         draft=draft,
     )
-    asked = jnp.where(state.active, state.num_logprobs, -1)
-    output = StepOutput(
-        tokens=tokens,
-        num_kept=kept,
-        num_drafts=jnp.where(state.active, jnp.sum(real, axis=1, dtype=jnp.int32), 0),
-        num_accepted=jnp.where(state.active, verified.num_accepted, 0),
-        logprobs=token_logprobs(raw, jnp.maximum(verified.tokens, 0), asked),
-    )
-    return new_state, output
+    counts = jnp.stack([kept, *(jnp.where(state.active, n, 0) for n in (num_drafts, verified.num_accepted))], axis=1)
+    logprobs = None
+    if raw is not None:
+        asked = jnp.where(state.active, state.num_logprobs, -1)
+        logprobs = token_logprobs(raw, jnp.maximum(verified.tokens, 0), asked)
+    return new_state, StepOutput(jnp.concatenate([tokens, counts], axis=1), logprobs)
 
 
 def _append(history: Array, length: Array, tokens: Array) -> Array:
@@ -128,6 +155,7 @@ class Programs:
         *,
         chunk_size: int,
         max_steps: int,
+        implementation: str = "xla",
         synthetic_rates: tuple[float, ...] | None = None,
         state_sharding: Any = None,
     ) -> None:
@@ -135,18 +163,20 @@ class Programs:
         Args:
             chunk_size: C, tokens of one prefill pass.
             max_steps: the most steps of one dispatch (static: the size of its output).
+            implementation: of the target's passes; see :func:`pard_jax.models.bind`.
             synthetic_rates: conditional acceptance rates, K of them, or None for exact verification.
             state_sharding: shardings of the decode state, pinned on every output so that a program's result never
                 compiles the next one again; None on a single device.
         """
         self.config, self.drafter = config, drafter
         self.chunk_size, self.max_steps = chunk_size, max_steps
+        self.implementation = implementation
         self._rates = synthetic_rates
         pinned: dict[str, Any] = {} if state_sharding is None else {"out_shardings": state_sharding}
         decode_pinned: dict[str, Any] = {} if state_sharding is None else {"out_shardings": (state_sharding, None)}
         self.admit = jax.jit(self._admit, donate_argnums=0, **pinned)
         self.prefill = jax.jit(self._prefill, donate_argnums=1, static_argnames="window", **pinned)
-        self.decode = jax.jit(self._decode, donate_argnums=1, static_argnames="window", **decode_pinned)
+        self.decode = jax.jit(self._decode, donate_argnums=1, static_argnames=("window", "greedy"), **decode_pinned)
 
     def _admit(self, state: DecodeState, index: Int[Array, "*R"], row: Row) -> DecodeState:
         return admit(self.drafter, state, index, row)
@@ -199,9 +229,11 @@ class Programs:
         num_steps: Int[Array, ""],
         *,
         window: int,
+        greedy: bool = False,
     ) -> tuple[DecodeState, tuple[Int[Array, ""], StepOutput]]:
         """Up to ``num_steps`` steps; fewer when no row is left active.
 
+        ``greedy``: see :func:`step`.
         ``keep`` is False for rows whose request the host has ended since (a stop string, an abort).
 
         Returns:
@@ -211,7 +243,16 @@ class Programs:
         rates = None if self._rates is None else jnp.asarray(self._rates, jnp.float32)
 
         def one(state: DecodeState) -> tuple[DecodeState, StepOutput]:
-            return step(self.config, self.drafter, params, state, window=window, synthetic_rates=rates)
+            return step(
+                self.config,
+                self.drafter,
+                params,
+                state,
+                window=window,
+                greedy=greedy,
+                implementation=self.implementation,
+                synthetic_rates=rates,
+            )
 
         shapes = jax.eval_shape(one, state)[1]
         buffers = jax.tree.map(lambda s: jnp.zeros((self.max_steps, *s.shape), s.dtype), shapes)

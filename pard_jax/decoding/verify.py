@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from pard_jax.decoding.sampling import Role, SamplingState, first_argmax, role_keys, sample
+from pard_jax.decoding.sampling import Role, SamplingState, role_keys, sample
+from pard_jax.models.argmax import first_argmax
 
 
 class Verified(NamedTuple):
@@ -104,6 +105,16 @@ def verify(
     return Verified(jnp.where(column < kept[:, None], proposals, ended), kept + 1, kept)
 
 
+def verify_greedy(best: Int[Array, "B T"], draft_tokens: Int[Array, "B K"]) -> Verified:
+    """What :func:`verify` gives where every row is greedy, from the target's likeliest tokens alone.
+
+    A kept draft is the target's own token, so the tokens emitted are a prefix of ``best``.
+    """
+    kept = _leading(draft_tokens == best[:, :-1])
+    column = jnp.arange(best.shape[1])[None, :]
+    return Verified(jnp.where(column <= kept[:, None], best, -1), kept + 1, kept)
+
+
 def fit_vocabulary(draft_probs: Float[Array, "B K W"], vocab: int) -> Float[Array, "B K V"]:
     """Draft probabilities over the target's V ids: ids the draft lacks have none, ids only the draft has are cut.
 
@@ -115,7 +126,9 @@ def fit_vocabulary(draft_probs: Float[Array, "B K W"], vocab: int) -> Float[Arra
 
 def _leading(accepted: Bool[Array, "B K"]) -> Int[Array, "B"]:
     """How many drafts are accepted before the first that is not."""
-    return jnp.cumprod(accepted.astype(jnp.int32), axis=1).sum(axis=1)
+    depth = accepted.shape[1]
+    first_rejected = jnp.where(accepted, depth, jnp.arange(depth, dtype=jnp.int32)[None, :])
+    return first_rejected.min(axis=1, initial=depth)
 
 
 def _column(values: Array, column: Int[Array, "B"]) -> Array:

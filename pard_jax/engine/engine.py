@@ -72,6 +72,8 @@ class Engine:
         steps_per_dispatch: int,
         dtype: Any,
         speculative_slots: int = 0,
+        implementation: str = "xla",
+        specialize: bool = False,
         tokenizer: Tokenizer | None = None,
         eos_token_ids: Iterable[int] = (),
         seed: int | None = 0,
@@ -86,6 +88,9 @@ class Engine:
             chunk_size: C, prompt tokens of one prefill pass.
             steps_per_dispatch: speculative steps between two looks of the host.
             speculative_slots: cache slots a pass may reach beyond the committed tokens (K plus the slot table's).
+            implementation: of the target's passes; see :func:`pard_jax.models.bind`.
+            specialize: compile a program of its own for batches of plain greedy requests: less work a step, twice the
+                compilation.
             eos_token_ids: the primary one first.
             seed: base of the seeds of requests that bring none; None for a new one each time.
         """
@@ -94,6 +99,7 @@ class Engine:
         self.acceptance = AcceptanceStats(drafter.num_speculative_tokens)
         self.num_steps = 0  # steps read back so far
         self._params = params
+        self._specialize = specialize and synthetic_rates is None
         self._speculative_slots = speculative_slots
         self._eos = tuple(eos_token_ids)
         self._seeds = np.random.SeedSequence(seed)
@@ -108,6 +114,7 @@ class Engine:
             drafter,
             chunk_size=chunk_size,
             max_steps=steps_per_dispatch,
+            implementation=implementation,
             synthetic_rates=synthetic_rates,
             state_sharding=sharding,
         )
@@ -220,7 +227,8 @@ class Engine:
         for window in windows:
             for width in widths:
                 self._prefill_rows([], [], [], width, window)
-            self._run(np.zeros(len(self._slots), bool), 1, window)
+            for greedy in {False, self._specialize}:
+                self._run(np.zeros(len(self._slots), bool), 1, window, greedy)
         jax.block_until_ready(self._state.length)
         return len(windows)
 
@@ -321,7 +329,8 @@ class Engine:
         keep[list(rows)] = True
         steps = self.steps_per_dispatch
         longest = max(self._bound(slot, steps) for slot in rows.values())
-        ran, output = self._run(keep, steps, self.plan.window(self._reach(longest)))
+        greedy = self._specialize and all(slot.request.plain_greedy for slot in rows.values())
+        ran, output = self._run(keep, steps, self.plan.window(self._reach(longest)), greedy)
         for slot in rows.values():
             slot.pending_steps += steps
         self._in_flight.append(_Dispatch(rows, steps, ran, output))
@@ -336,16 +345,17 @@ class Engine:
         """Cache slots that a step may touch in a row of ``length`` tokens."""
         return length + self._speculative_slots
 
-    def _run(self, keep: np.ndarray, steps: int, window: int) -> tuple[jax.Array, StepOutput]:
-        self._state, result = self._programs.decode(self._params, self._state, keep, np.int32(steps), window=window)
+    def _run(self, keep: np.ndarray, steps: int, window: int, greedy: bool) -> tuple[jax.Array, StepOutput]:
+        self._state, result = self._programs.decode(
+            self._params, self._state, keep, np.int32(steps), window=window, greedy=greedy
+        )
         return result
 
     def _collect(self, dispatch: _Dispatch) -> list[RequestUpdate]:
         live = {i: s for i, s in dispatch.rows.items() if not s.request.finished}
-        out = dispatch.output
-        steps, tokens, kept, drafts, accepted = jax.device_get(
-            (dispatch.steps, out.tokens, out.num_kept, out.num_drafts, out.num_accepted)
-        )
+        steps, packed = jax.device_get((dispatch.steps, dispatch.output.packed))
+        out = StepOutput(packed, dispatch.output.logprobs)
+        tokens, kept, drafts, accepted = out.tokens, out.num_kept, out.num_drafts, out.num_accepted
         wants_logprobs = any(s.request.params.logprobs is not None for s in live.values())
         logprobs = jax.device_get(out.logprobs) if wants_logprobs else None
         steps = int(steps)

@@ -80,6 +80,11 @@ class Request:
         return len(self.prompt_token_ids) + len(self.token_ids)
 
     @property
+    def plain_greedy(self) -> bool:
+        """Whether each of its tokens is the target's likeliest, and nothing more is asked."""
+        return self.params.greedy and self.params.min_tokens == 0 and self.params.logprobs is None
+
+    @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 

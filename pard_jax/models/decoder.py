@@ -9,25 +9,30 @@ step (305 MiB of temporaries instead of 12 at a quarter of Qwen3-4B's depth, by 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from pard_jax.config.model import ModelConfig
+from pard_jax.kernels.linear import fits_linear, linear_argmax
+from pard_jax.kernels.linear import linear as fused_linear
+from pard_jax.models.argmax import first_argmax
 from pard_jax.models.attention import attend, attend_sequence
 from pard_jax.models.cache import KVCache
+from pard_jax.models.fused import fused_layers, runs_fused
+from pard_jax.models.layer import Params, linear, mlp, qkv, rms_norm
 from pard_jax.models.precision import precision_of
 from pard_jax.models.rope import apply_rope, rope_tables
 from pard_jax.models.sharding import param_sharding
 
+_FIRST = np.int32(0)  # the only layer of a matrix that is not stacked
 _MAX_UNROLLED = 8  # layers of a training pass that are unrolled
-
-Params = dict[str, Any]  # nested dict of arrays, keyed as the attributes of Decoder
 
 
 class Pass(NamedTuple):
@@ -75,13 +80,13 @@ class Decoder(nnx.Module):
     ``Decoder(config, dtype=..., rngs=nnx.Rngs(0))`` makes random weights; :func:`bind` puts given ones in place.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype=jnp.float32, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, *, dtype=jnp.float32, rngs: nnx.Rngs, implementation: str = "xla") -> None:
         def param(shape: tuple[int, ...], *, ones: bool = False) -> nnx.Param:
             if ones:
                 return nnx.Param(jnp.ones(shape, dtype))
             return nnx.Param(_normal(rngs.params(), shape, dtype))
 
-        self.config = config
+        self.config, self.implementation = config, implementation
         self.embed = param((config.vocab_size, config.hidden_size))
         self.layers = Layers(config, param)
         self.norm = param((config.hidden_size,), ones=True)
@@ -111,31 +116,44 @@ class Decoder(nnx.Module):
         """
         config = self.config
         r, t = tokens.shape
-        first_row = jnp.asarray(first_row, jnp.int32)
         positions = starts[:, None] + jnp.arange(t, dtype=jnp.int32)[None, :]
+        x = self.embed[...][tokens]
+        if self.implementation != "xla" and isinstance(first_row, int) and runs_fused(config, r, t):
+            x, cache, features = fused_layers(
+                config,
+                nnx.to_pure_dict(nnx.state(self.layers)),
+                x,
+                positions,
+                cache,
+                starts,
+                window=window,
+                capture=capture,
+                interpret=self._interpret,
+            )
+            return Pass(rms_norm(x, self.norm[...], config.rms_norm_eps), cache, features)
+        first_row = jnp.asarray(first_row, jnp.int32)
         tables = rope_tables(config.rope, config.head_dim, positions)
         # Causality by position alone hides whatever lies behind a row's length.
         mask = jnp.arange(window, dtype=jnp.int32)[None, None, :] <= positions[:, :, None]
-        x = self.embed[...][tokens]
 
         def layer(carry: tuple[Array, KVCache], xs: tuple[Params, Array]):
             x, cache = carry
             p, index = xs
             with jax.named_scope("attention"):
-                q, k, v = _qkv(config, p, _rms_norm(x, p["attn_norm"], config.rms_norm_eps))
+                q, k, v = qkv(config, p, rms_norm(x, p["attn_norm"], config.rms_norm_eps))
                 q, k = apply_rope(q, tables), apply_rope(k, tables)
                 cache = cache.write(index, first_row, starts, k.swapaxes(1, 2), v.swapaxes(1, 2))
                 k, v = cache.window(index, first_row, r, window)
-                x = x + _linear(attend(q, k, v, mask), p["o_proj"], p.get("o_bias"))
+                x = x + linear(attend(q, k, v, mask), p["o_proj"], p.get("o_bias"))
             with jax.named_scope("mlp"):
-                x = x + _mlp(config, p, x)
+                x = x + mlp(config, p, x)
             return (x, cache), (x if capture else None)
 
         layers = nnx.to_pure_dict(nnx.state(self.layers))
         indices = jnp.arange(config.num_layers, dtype=jnp.int32)
         (x, cache), residuals = lax.scan(layer, (x, cache), (layers, indices))
         features = None if residuals is None else residuals[jnp.asarray(capture)]
-        return Pass(_rms_norm(x, self.norm[...], config.rms_norm_eps), cache, features)
+        return Pass(rms_norm(x, self.norm[...], config.rms_norm_eps), cache, features)
 
     def encode(
         self,
@@ -163,19 +181,19 @@ class Decoder(nnx.Module):
 
         def layer(x: Array, p: Params) -> tuple[Array, None]:
             with jax.named_scope("attention"):
-                q, k, v = _qkv(config, p, _rms_norm(x, p["attn_norm"], config.rms_norm_eps))
+                q, k, v = qkv(config, p, rms_norm(x, p["attn_norm"], config.rms_norm_eps))
                 q, k = apply_rope(q, tables), apply_rope(k, tables)
                 out = attend_sequence(q, k, v, mask, implementation=implementation)
-                x = x + _linear(out, p["o_proj"], p.get("o_bias"))
+                x = x + linear(out, p["o_proj"], p.get("o_bias"))
             with jax.named_scope("mlp"):
-                x = x + _mlp(config, p, x)
+                x = x + mlp(config, p, x)
             return x, None
 
         layers = nnx.to_pure_dict(nnx.state(self.layers))
         # Shallow models are unrolled: a scan would copy every residual into a stacked array and back.
         unroll = config.num_layers if config.num_layers <= _MAX_UNROLLED else 1
         x, _ = lax.scan(jax.checkpoint(layer) if remat else layer, inputs, layers, unroll=unroll)
-        return _rms_norm(x, self.norm[...], config.rms_norm_eps)
+        return rms_norm(x, self.norm[...], config.rms_norm_eps)
 
     @property
     def head(self) -> Float[Array, "V D"]:
@@ -184,7 +202,12 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "R T D"]) -> Float[Array, "R T V"]:
         """Scores over the vocabulary, float32. A tied head contracts on the embedding's D axis: no transposed copy."""
+        r, t, d = hidden.shape
         with jax.named_scope("lm_head"):
+            if self._fused_head(r * t):
+                (scores,) = fused_linear(hidden.reshape(r * t, d), [self.head[None]], _FIRST, out_dtype=jnp.float32,
+                                         interpret=self._interpret)  # fmt: skip
+                return scores.reshape(r, t, -1)
             return jnp.einsum(
                 "rtd,vd->rtv",
                 hidden,
@@ -193,35 +216,26 @@ class Decoder(nnx.Module):
                 precision=precision_of(hidden.dtype),
             )
 
+    def best(self, hidden: Float[Array, "R T D"], limit: int | None = None) -> Int[Array, "R T"]:
+        """The likeliest tokens (the first among equals), of those below ``limit`` where one is given."""
+        r, t, d = hidden.shape
+        vocab = self.config.vocab_size
+        if self._fused_head(r * t):
+            with jax.named_scope("lm_head"):
+                flat = hidden.reshape(r * t, d)
+                ids = linear_argmax(flat, self.head, limit=min(limit or vocab, vocab), interpret=self._interpret)
+                return ids.reshape(r, t)
+        scores = self.logits(hidden)
+        if limit is not None and limit < vocab:
+            scores = jnp.where(jnp.arange(vocab)[None, None, :] < limit, scores, -jnp.inf)
+        return first_argmax(scores)
 
-def _qkv(config: ModelConfig, p: Params, x: Array) -> tuple[Array, Array, Array]:
-    r, t, _ = x.shape
-    q = _linear(x, p["q_proj"], p.get("q_bias")).reshape(r, t, config.num_heads, config.head_dim)
-    k = _linear(x, p["k_proj"], p.get("k_bias")).reshape(r, t, config.num_kv_heads, config.head_dim)
-    v = _linear(x, p["v_proj"], p.get("v_bias")).reshape(r, t, config.num_kv_heads, config.head_dim)
-    if config.qk_norm:
-        q = _rms_norm(q, p["q_norm"], config.rms_norm_eps)
-        k = _rms_norm(k, p["k_norm"], config.rms_norm_eps)
-    return q, k, v
+    def _fused_head(self, rows: int) -> bool:
+        return self.implementation != "xla" and fits_linear(rows, self.config.hidden_size, self.config.vocab_size)
 
-
-def _mlp(config: ModelConfig, p: Params, x: Array) -> Array:
-    h = _rms_norm(x, p["mlp_norm"], config.rms_norm_eps)
-    gate = jax.nn.silu(_linear(h, p["gate_proj"], p.get("gate_bias")))
-    up = _linear(h, p["up_proj"], p.get("up_bias"))
-    return _linear(gate * up, p["down_proj"], p.get("down_bias"))
-
-
-def _linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
-    y = jnp.einsum("rti,oi->rto", x, weight, precision=precision_of(x.dtype))
-    return y if bias is None else y + bias[None, None, :]
-
-
-def _rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """Statistics in float32, the product in the model's dtype, as HF has it."""
-    x32 = x.astype(jnp.float32)
-    normed = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return normed.astype(x.dtype) * jnp.expand_dims(weight, tuple(range(x.ndim - 1)))
+    @property
+    def _interpret(self) -> bool:
+        return self.implementation == "interpret"
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -231,8 +245,11 @@ def _normal(key: Array, shape: tuple[int, ...], dtype) -> Array:
 
 
 @functools.lru_cache(maxsize=32)
-def _abstract(config: ModelConfig, dtype_name: str) -> tuple[nnx.GraphDef, Params]:
-    model = nnx.eval_shape(lambda: Decoder(config, dtype=jnp.dtype(dtype_name), rngs=nnx.Rngs(0)))
+def _abstract(config: ModelConfig, dtype_name: str, implementation: str = "xla") -> tuple[nnx.GraphDef, Params]:
+    def make() -> Decoder:
+        return Decoder(config, dtype=jnp.dtype(dtype_name), rngs=nnx.Rngs(0), implementation=implementation)
+
+    model = nnx.eval_shape(make)
     graphdef, state = nnx.split(model)
     return graphdef, nnx.to_pure_dict(state)
 
@@ -263,6 +280,6 @@ def init_params(config: ModelConfig, *, dtype=jnp.float32, seed: int = 0, mesh: 
     return treedef.unflatten([make(path, leaf, key) for (path, leaf), key in zip(leaves, keys, strict=True)])
 
 
-def bind(config: ModelConfig, params: Params) -> Decoder:
+def bind(config: ModelConfig, params: Params, implementation: str = "xla") -> Decoder:
     """The module with ``params`` in place. Cheap, and meant to be called inside ``jit``: parameters stay arguments."""
-    return nnx.merge(_abstract(config, "float32")[0], nnx.State(params))
+    return nnx.merge(_abstract(config, "float32", implementation)[0], nnx.State(params))

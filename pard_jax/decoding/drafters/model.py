@@ -11,8 +11,9 @@ from jaxtyping import Array, Float, Int
 
 from pard_jax.config.model import ModelConfig
 from pard_jax.decoding.drafters.protocol import DraftContext, Drafter, Proposal
-from pard_jax.decoding.sampling import Role, first_argmax, role_keys, sample, warp_logits
-from pard_jax.models import KVCache, bind
+from pard_jax.decoding.sampling import Role, role_keys, sample, warp_logits
+from pard_jax.models import Decoder, KVCache, bind
+from pard_jax.models.argmax import first_argmax
 from pard_jax.models.sharding import replicated
 from pard_jax.pytree import pytree
 
@@ -32,6 +33,7 @@ class ModelDrafter(Drafter):
     config: ModelConfig
     target_vocab_size: int
     max_model_len: int  # rows that would draft beyond it get no drafts
+    implementation: str = "xla"  # of the draft's passes; see pard_jax.models.bind
     sampled: bool = False  # draw drafts from the draft's distribution instead of taking its best token
 
     def init(self, num_rows: int, num_slots: int, dtype: Any, mesh: Any = None) -> DraftState:
@@ -48,7 +50,7 @@ class ModelDrafter(Drafter):
         self, params: Any, state: DraftState, tokens: Int[Array, "R C"], row: Int[Array, "*R"],
         start: Int[Array, "*R"], count: Int[Array, "*R"], *, window: int,
     ) -> DraftState:  # fmt: skip
-        model = bind(self.config, params)
+        model = bind(self.config, params, self.implementation)
         out = model(self._known_ids(tokens), state.cache, jnp.atleast_1d(start), window=window, first_row=row)
         return DraftState(out.cache, state.cached.at[row].set(start + count, mode="drop"))
 
@@ -57,20 +59,20 @@ class ModelDrafter(Drafter):
         return jnp.minimum(tokens, self.config.vocab_size - 1)
 
     def _pick(
-        self, logits: Float[Array, "B R Q"], positions: Int[Array, "B R"], context: DraftContext
+        self, model: Decoder, hidden: Float[Array, "B R D"], positions: Int[Array, "B R"], context: DraftContext
     ) -> tuple[Int[Array, "B R"], Float[Array, "B R Q"] | None]:
-        """The drafts for ``positions`` and, where they are sampled, the distributions they were drawn from."""
-        q = logits.shape[-1]
-        if q > self.target_vocab_size:
-            # A padded row that the target does not have may never be proposed.
-            known = jnp.arange(q)[None, None, :] < self.target_vocab_size
-            logits = jnp.where(known, logits, -jnp.inf)
-        best = first_argmax(logits)
+        """The drafts for ``positions`` and, where they are sampled, the distributions they were drawn from.
+
+        A padded row of the vocabulary that the target does not have is never proposed.
+        """
         if not self.sampled:
-            return best, None
+            return model.best(hidden, self.target_vocab_size), None
+        logits = model.logits(hidden)
+        known = jnp.arange(logits.shape[-1])[None, None, :] < self.target_vocab_size
+        logits = jnp.where(known, logits, -jnp.inf)
         warped = warp_logits(logits, context.sampling)
         drawn = sample(warped, role_keys(context.sampling.seed, positions, Role.DRAFT))
-        tokens = jnp.where(context.sampling.greedy[:, None], best, drawn)
+        tokens = jnp.where(context.sampling.greedy[:, None], first_argmax(logits), drawn)
         return tokens, jax.nn.softmax(warped, axis=-1)
 
     def _proposal(self, tokens: Int[Array, "B K"], probs: Any, context: DraftContext) -> Proposal:

@@ -38,12 +38,12 @@ class PardDrafter(ModelDrafter):
         masked = jnp.where(offsets < num_real + k - 1, self.mask_token_id, 0)
         tokens = jnp.where(offsets < num_real, self._known_ids(kept), masked)
 
-        model = bind(self.config, params)
+        model = bind(self.config, params, self.implementation)
         out = model(tokens, state.cache, state.cached, window=window)
         drafted = jnp.arange(k, dtype=jnp.int32)[None, :]
         rows = num_real - 1 + drafted
         hidden = jnp.take_along_axis(out.hidden, rows[:, :, None], axis=1, mode="clip")
-        picked, probs = self._pick(model.logits(hidden), context.length[:, None] + drafted, context)
+        picked, probs = self._pick(model, hidden, context.length[:, None] + drafted, context)
 
         cached = jnp.where(context.active, context.length, state.cached)
         return self._proposal(picked, probs, context), DraftState(out.cache, cached)

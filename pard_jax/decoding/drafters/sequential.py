@@ -26,7 +26,7 @@ class SequentialDrafter(ModelDrafter):
     ) -> tuple[Proposal, DraftState]:
         """Draft K tokens a row: one pass of width 2, then K-1 of width 1."""
         k = self.num_speculative_tokens
-        model = bind(self.config, params)
+        model = bind(self.config, params, self.implementation)
         # Drafts that were fed but not accepted lie at or beyond length - 1: they are to be overwritten.
         cached = jnp.minimum(state.cached, context.length - 1)
         num_real = context.length - cached
@@ -34,12 +34,12 @@ class SequentialDrafter(ModelDrafter):
         first = jnp.take_along_axis(context.tokens, cached[:, None] + offsets, axis=1, mode="clip")
         out = model(self._known_ids(first), state.cache, cached, window=window)
         last = jnp.take_along_axis(out.hidden, (num_real - 1)[:, None, None], axis=1, mode="clip")
-        token, probs = self._pick(model.logits(last), context.length[:, None], context)
+        token, probs = self._pick(model, last, context.length[:, None], context)
 
         def draft(carry, position):
             token, cache = carry
             out = model(token, cache, position, window=window)
-            token, probs = self._pick(model.logits(out.hidden), position[:, None] + 1, context)
+            token, probs = self._pick(model, out.hidden, position[:, None] + 1, context)
             return (token, out.cache), (token, probs)
 
         positions = context.length[None, :] + jnp.arange(k - 1, dtype=jnp.int32)[:, None]

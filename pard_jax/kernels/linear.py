@@ -1,0 +1,247 @@
+"""Matrix products of a few rows, at the speed of reading the weights (Pallas, its Triton backend).
+
+A decoding pass multiplies 1 to some dozens of rows with every matrix of the model. Its time is that of reading the
+weights and, for small models, that of starting kernels. So the stacked matrices ``[L, O, D]`` are read where they lie
+(XLA copies a layer's slice before it multiplies), and what surrounds a product is done on the way: the norm before
+it, the gate of an MLP, a bias, the residual sum.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int
+
+from pard_jax.kernels.tuning import linear_blocks
+
+MAX_ROWS = 128  # more are bound by arithmetic, which is the libraries' strength
+
+
+def fits_linear(rows: int, depth: int, width: int) -> bool:
+    """Whether :func:`linear` takes ``rows`` rows and matrices ``width x depth``, and is worth it."""
+    return rows <= MAX_ROWS and depth % 64 == 0 and width % 16 == 0
+
+
+# Under a jit of its own each kernel is traced and lowered once, not once a layer.
+@functools.partial(jax.jit, static_argnames=("eps", "gated", "out_dtype", "interpret"))
+def linear(
+    x: Float[Array, "P D"],
+    weights: Sequence[Float[Array, "L _ D"]],
+    layer: Int[Array, ""] | np.int32,
+    *,
+    norm: Float[Array, "L D"] | None = None,
+    eps: float = 0.0,
+    biases: Sequence[Float[Array, "L _"]] | None = None,
+    residual: Float[Array, "P _"] | None = None,
+    gated: bool = False,
+    out_dtype: Any = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "P _"], ...]:
+    """``x @ weight[layer].T`` for each of ``weights``, in one kernel.
+
+    Sums are float32 and rounded once, after everything that is asked for here.
+
+    Args:
+        x: P rows; bfloat16 or float16.
+        weights: stacked matrices as HF orients them; every O a multiple of 16, D one of 64.
+        layer: which of them.
+        norm: weights of an RMS norm of ``x`` before the products, with ``eps``. The row's scale is applied after the
+            product, with which it commutes, so that ``x`` is read once.
+        biases: one for each matrix.
+        residual: added to the product (of a single matrix).
+        gated: ``weights`` are an MLP's gate and up: gives one array, ``silu(gate) * up``.
+        out_dtype: that of ``x`` by default.
+        interpret: run it by Pallas' interpreter, on any platform.
+
+    Returns:
+        One array a matrix.
+    """
+    rows, depth = x.shape
+    out_dtype = x.dtype if out_dtype is None else out_dtype
+    widths = [w.shape[1] for w in weights]
+    blocks = linear_blocks(rows, depth, widths, gated=gated)
+    outputs = widths[:1] if gated else widths
+    # A grid of column blocks: those of the first matrix, then those of the second, ...
+    counts = [pl.cdiv(width, blocks.columns) for width in outputs]
+    tall = lambda width: pl.BlockSpec((blocks.rows, width), lambda i, j: (j, 0))  # noqa: E731
+    whole = lambda a: pl.BlockSpec(a.shape, lambda i, j: (0,) * a.ndim)  # noqa: E731
+    optional = [a for a in (norm, *(biases or ())) if a is not None]
+    operands = [jnp.reshape(layer, 1), x, *weights, *optional, *([] if residual is None else [residual])]
+    specs = [whole(operands[0]), tall(depth), *map(whole, weights), *map(whole, optional)]
+    specs += [] if residual is None else [tall(residual.shape[1])]
+    kernel = functools.partial(
+        _kernel,
+        num_weights=len(weights),
+        has_norm=norm is not None,
+        has_biases=biases is not None,
+        has_residual=residual is not None,
+        gated=gated,
+        eps=eps,
+        counts=counts,
+        columns=blocks.columns,
+        step=blocks.step,
+        ahead=blocks.ahead,
+        depth=depth,
+        num_rows=rows,
+    )
+    return tuple(
+        pl.pallas_call(
+            kernel,
+            grid=(sum(counts), pl.cdiv(rows, blocks.rows)),
+            in_specs=specs,
+            out_specs=[tall(width) for width in outputs],
+            out_shape=[jax.ShapeDtypeStruct((rows, width), out_dtype) for width in outputs],
+            compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
+            interpret=interpret,
+            name="linear",
+        )(*operands)
+    )
+
+
+def linear_argmax(
+    x: Float[Array, "P D"], weight: Float[Array, "V D"], *, limit: int, interpret: bool = False
+) -> Int[Array, "P"]:
+    """The index, below ``limit``, of the largest of ``x @ weight.T`` in each row: the first among equals.
+
+    The products are compared as float32 where they arise, and never written.
+    """
+    rows, depth = x.shape
+    blocks = linear_blocks(rows, depth, [weight.shape[0]], gated=False)
+    count = pl.cdiv(weight.shape[0], blocks.columns)
+    tall = lambda width: pl.BlockSpec((blocks.rows, width), lambda i, j: (j, 0))  # noqa: E731
+    largest, ids = pl.pallas_call(
+        functools.partial(
+            _argmax_kernel,
+            columns=blocks.columns,
+            step=blocks.step,
+            ahead=blocks.ahead,
+            depth=depth,
+            num_rows=rows,
+            limit=limit,
+        ),
+        grid=(count, pl.cdiv(rows, blocks.rows)),
+        in_specs=[tall(depth), pl.BlockSpec(weight.shape, lambda i, j: (0, 0))],
+        out_specs=[tall(count), tall(count)],
+        out_shape=[jax.ShapeDtypeStruct((rows, count), dtype) for dtype in (jnp.float32, jnp.int32)],
+        compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
+        interpret=interpret,
+        name="linear_argmax",
+    )(x, weight)
+    hits = largest == largest.max(axis=1, keepdims=True)
+    return jnp.minimum(jnp.where(hits, ids, limit).min(axis=1), limit - 1)
+
+
+def _argmax_kernel(
+    x_ref, w_ref, largest_ref, ids_ref, *, columns: int, step: int, ahead: int, depth: int, num_rows: int, limit: int
+):
+    first = pl.program_id(0) * columns
+    real = _real_rows(x_ref.shape[0], num_rows)
+    at = pl.ds(pl.multiple_of(first, columns), columns)
+
+    def body(i, total):
+        parts = [pl.ds(pl.multiple_of((i * ahead + n) * step, step), step) for n in range(ahead)]
+        ws = [plgpu.load(w_ref.at[at, part], eviction_policy="evict_first") for part in parts]
+        xs = [_load_rows(x_ref, part, real) for part in parts]
+        return functools.reduce(jnp.add, [plgpu.dot(x, w.T) for x, w in zip(xs, ws, strict=True)], total)
+
+    scores = jax.lax.fori_loop(0, depth // (step * ahead), body, jnp.zeros((x_ref.shape[0], columns), jnp.float32))
+    ids = first + jnp.arange(columns, dtype=jnp.int32)[None, :]
+    scores = jnp.where(ids < limit, scores, -jnp.inf)
+    largest = jnp.max(scores, axis=1)
+    hits = scores == largest[:, None]
+    ids = jnp.min(jnp.where(hits, ids, limit), axis=1)
+    for ref, value in ((largest_ref, largest), (ids_ref, ids)):
+        plgpu.store(ref.at[:, pl.ds(pl.program_id(0), 1)], value[:, None], mask=real[:, None])
+
+
+def _kernel(
+    layer_ref, x_ref, *refs, num_weights: int, has_norm: bool, has_biases: bool, has_residual: bool, gated: bool,
+    eps: float, counts: list[int], columns: int, step: int, ahead: int, depth: int, num_rows: int,
+):  # fmt: skip
+    refs = list(refs)
+    weights = [refs.pop(0) for _ in range(num_weights)]
+    norm = refs.pop(0) if has_norm else None
+    biases = [refs.pop(0) for _ in range(num_weights)] if has_biases else [None] * num_weights
+    residual = refs.pop(0) if has_residual else None
+    outputs = refs
+    layer = layer_ref[0]
+    rows = x_ref.shape[0]
+    real = _real_rows(rows, num_rows)
+    block = pl.program_id(0)
+
+    def products(matrices: list[Any], first: Array) -> list[Array]:
+        """Columns ``first..first+columns`` of the products with each of ``matrices``, float32."""
+        at = pl.ds(pl.multiple_of(first, columns), columns)
+
+        def body(i, carry):
+            squares, sums = carry
+            parts = [pl.ds(pl.multiple_of((i * ahead + n) * step, step), step) for n in range(ahead)]
+            # All loads first: they are under way together.
+            ws = [
+                [plgpu.load(w.at[layer, at, part], eviction_policy="evict_first") for w in matrices] for part in parts
+            ]
+            xs = [_load_rows(x_ref, part, real) for part in parts]
+            scales = None if norm is None else [norm[layer, part].astype(jnp.float32)[None, :] for part in parts]
+            for n in range(ahead):
+                part = xs[n]
+                if scales is not None:
+                    x32 = part.astype(jnp.float32)
+                    squares = squares + jnp.sum(x32 * x32, axis=1)
+                    part = (x32 * scales[n]).astype(part.dtype)
+                sums = [s + plgpu.dot(part, w.T) for s, w in zip(sums, ws[n], strict=True)]
+            return squares, sums
+
+        start = (jnp.zeros((rows,), jnp.float32), [jnp.zeros((rows, columns), jnp.float32) for _ in matrices])
+        squares, sums = jax.lax.fori_loop(0, depth // (step * ahead), body, start)
+        if norm is None:
+            return sums
+        scale = jax.lax.rsqrt(squares / depth + eps)
+        return [s * scale[:, None] for s in sums]
+
+    def finish(value: Array, bias, first: Array) -> Array:
+        at = pl.ds(pl.multiple_of(first, columns), columns)
+        return value if bias is None else value + bias[layer, at].astype(jnp.float32)[None, :]
+
+    if gated:
+        first = block * columns
+        gate, up = (finish(p, b, first) for p, b in zip(products(weights, first), biases, strict=True))
+        _store(outputs[0], first, columns, gate * jax.nn.sigmoid(gate) * up, real)
+        return
+    before = 0
+    for weight, bias, output, count in zip(weights, biases, outputs, counts, strict=True):
+
+        def one(weight=weight, bias=bias, output=output, before=before):
+            first = (block - before) * columns
+            value = finish(products([weight], first)[0], bias, first)
+            if residual is not None:
+                value = value + _load_rows(residual, pl.ds(pl.multiple_of(first, columns), columns), real)
+            _store(output, first, columns, value, real)
+
+        if len(weights) == 1:
+            one()
+        else:
+            pl.when((block >= before) & (block < before + count))(one)
+        before += count
+
+
+def _real_rows(block_rows: int, num_rows: int) -> Array:
+    """Which rows of this program's block exist. Pallas masks nothing here: what overhangs must not be touched."""
+    return pl.program_id(1) * block_rows + jnp.arange(block_rows, dtype=jnp.int32) < num_rows
+
+
+def _load_rows(ref, part, real: Array) -> Array:
+    mask = jnp.broadcast_to(real[:, None], (real.shape[0], part.size))
+    return plgpu.load(ref.at[:, part], mask=mask, other=0.0, eviction_policy="evict_last")
+
+
+def _store(output, first: Array, columns: int, value: Array, real: Array) -> None:
+    part = pl.ds(pl.multiple_of(first, columns), columns)
+    mask = jnp.broadcast_to(real[:, None], value.shape)
+    plgpu.store(output.at[:, part], value.astype(output.dtype), mask=mask)

@@ -1,0 +1,65 @@
+"""How the kernels divide their work: block sizes by shape, found by measuring on an H200."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearBlocks:
+    """What one program of a matrix product takes."""
+
+    rows: int  # of x
+    columns: int  # of the product
+    step: int  # of the contracted axis, in one product
+    ahead: int  # steps a turn of the loop, loaded together
+    warps: int
+    stages: int
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionBlocks:
+    """What one program of attention takes."""
+
+    queries: int  # new tokens times the query heads of a key/value head, rounded up
+    new: int  # new tokens, rounded up
+    slots: int  # of the cache, a turn of the loop
+    splits: int  # programs that share the slots of one row and head
+    warps: int
+    stages: int
+
+
+_NUM_PROCESSORS = 132  # of an H100 or H200: fewer programs than this leave some idle
+
+
+def linear_blocks(rows: int, depth: int, widths: Sequence[int], *, gated: bool) -> LinearBlocks:
+    """Blocks for products of ``rows`` rows with matrices of ``widths`` x ``depth``."""
+    height = min(max(16, _power_of_two(rows)), 128)
+    total = widths[0] if gated else sum(widths)
+
+    def shares(columns: int) -> bool:
+        return all(width % columns == 0 for width in widths) and total // columns >= _NUM_PROCESSORS
+
+    columns = 64 if shares(64) and total // 64 >= 8 * _NUM_PROCESSORS else 32 if shares(32) else 16
+    if columns == 16:
+        # A small matrix is a matter of latency: as much of it as possible is asked for at once.
+        step = next(s for s in (256, 128, 64) if depth % s == 0)
+        return LinearBlocks(height, columns, step if height == 16 else min(step, 128), 1, warps=4, stages=4)
+    return LinearBlocks(height, columns, 128 if depth % 128 == 0 else 64, 1, warps=2, stages=4)
+
+
+def attention_blocks(rows: int, tokens: int, group: int, num_kv_heads: int, window: int) -> AttentionBlocks:
+    """Blocks for ``tokens`` new tokens of ``rows`` rows, where ``group`` query heads share a key/value head."""
+    queries, new = max(16, _power_of_two(tokens * group)), max(16, _power_of_two(tokens))
+    if queries == 16 and rows * num_kv_heads >= 8 * _NUM_PROCESSORS:
+        # Many small programs beside one another hide each other's latency.
+        return AttentionBlocks(queries, new, slots=32, splits=1, warps=1, stages=3)
+    slots, splits = 64, 1
+    while rows * num_kv_heads * splits < _NUM_PROCESSORS and window // (2 * splits) >= 2 * slots:
+        splits *= 2
+    return AttentionBlocks(queries, new, slots, splits, warps=4, stages=2)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
