@@ -38,7 +38,9 @@ _LENGTH_STEP = 256
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns the exit status, see :func:`pard_jax.cli.run_command`."""
-    return cli.run_command(lambda: _generate(_parse(sys.argv[1:] if argv is None else argv)))
+    return cli.run_command(
+        lambda: _generate(_parse(sys.argv[1:] if argv is None else argv)), if_out_of_memory=cli.ENGINE_MEMORY
+    )
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -120,7 +122,7 @@ def _generate(args: argparse.Namespace) -> None:
     printer = None
     if args.show_blocks:
         printer = BlockPrinter(llm, params)
-        _say(f"blocks       {ansi_legend()}")
+        cli.say(f"blocks       {ansi_legend()}")
     elif not args.json:
         stream = args.stream or sys.stdout.isatty()
         printer = TextPrinter(_titles(prompts, params.n), stream=stream, as_ids=not llm.has_tokenizer)
@@ -128,11 +130,11 @@ def _generate(args: argparse.Namespace) -> None:
     run, baseline = _timed(llm, requests, children, longest, printer), None
     if isinstance(printer, BlockPrinter):
         printer.finish()
-    _say(report.summarize(run, settings))
+    cli.say(report.summarize(run, settings))
     if args.compare:
         llm.disable_speculation()
         baseline = _timed(llm, requests, children, longest, None)
-        _say(report.compare_runs(run, baseline, greedy=params.greedy, dtype=settings.dtype.name))
+        cli.say(report.compare_runs(run, baseline, greedy=params.greedy, dtype=settings.dtype.name))
 
     lines = []
     for i, output in enumerate(run.outputs):
@@ -147,7 +149,7 @@ def _generate(args: argparse.Namespace) -> None:
         lines.append(json.dumps(record) + "\n")
     if args.output is not None:
         cli.write_whole(Path(args.output), "".join(lines))
-        _say(f"wrote        {args.output}")
+        cli.say(f"wrote        {args.output}")
     if args.json:
         sys.stdout.writelines(lines)
 
@@ -166,10 +168,7 @@ def _load(
     args: argparse.Namespace, prompts: Sequence[Prompt], params: SamplingParams, speculation: SpeculativeConfig | None
 ) -> tuple[LLM, list[list[int]]]:
     """The model, sized for these prompts, and their token ids; says what is in effect."""
-    device = report.start_jax()
-    if (signs := report.missed_accelerator()) is not None:
-        _say(report.cpu_warning(signs))
-    about_device = report.describe_device(device)  # before its memory is taken
+    _, about_device = cli.open_device()
     start = time.monotonic()
     directory = resolve_target(args.model, revision=args.revision)
     # Before the tokenizer, on which transformers would blame a config.json that is wrong.
@@ -184,15 +183,15 @@ def _load(
         asked = 0 if speculation is None else speculation.max_model_len or 0
         needed = max(max(map(len, encoded)) + args.max_tokens, asked)
         if needed > limit:
-            _say(f"note         outputs end where prompt and output are {limit} tokens, the model's limit")
+            cli.say(f"note         outputs end where prompt and output are {limit} tokens, the model's limit")
         args.max_model_len = min(-(-needed // _LENGTH_STEP) * _LENGTH_STEP, limit)
     if args.max_num_seqs is None:
         args.max_num_seqs = min(len(prompts) * params.n, _MOST_SLOTS)
     llm = LLM.from_loaded(load_engine(directory, cli.engine_config(args), speculation, tokenizer=tokenizer))
     _check_requests(llm, prompts, encoded, params)
-    _say(about_device)
-    _say(report.describe_settings(llm.settings, args.max_num_seqs, args.tensor_parallel_size))
-    _say(f"loaded       in {time.monotonic() - start:.1f} s")
+    cli.say(about_device)
+    cli.say(report.describe_settings(llm.settings, args.max_num_seqs, args.tensor_parallel_size))
+    cli.say(f"loaded       in {time.monotonic() - start:.1f} s")
     return llm, encoded
 
 
@@ -219,10 +218,10 @@ def _timed(
     """Compile, then run all requests, ``longest`` tokens long at most, by the clock. The engine is a new one."""
     engine = llm.engine
     method = llm.settings.method
-    _say(f"compiling    {'plain' if method == 'none' else method} decoding ...")
+    cli.say(f"compiling    {'plain' if method == 'none' else method} decoding ...")
     start = time.monotonic()
     windows = engine.warm_up(longest)
-    _say(f"compiled     {windows} attention window{'s' * (windows > 1)} in {time.monotonic() - start:.1f} s")
+    cli.say(f"compiled     {windows} attention window{'s' * (windows > 1)} in {time.monotonic() - start:.1f} s")
     first: list[tuple[float, int]] = []  # when the first token was there, and the steps read by then
 
     def observe(prompt: int, completion: int, update: RequestUpdate) -> None:
@@ -314,11 +313,7 @@ class BlockPrinter:
     def finish(self) -> None:
         """End the line, and write the histogram to stderr."""
         print(flush=True)
-        _say(histogram(self._recorder.blocks))
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+        cli.say(histogram(self._recorder.blocks))
 
 
 if __name__ == "__main__":

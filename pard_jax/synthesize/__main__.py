@@ -36,7 +36,7 @@ _CHUNK = 64  # turns are short: a longer chunk would be padding for the most par
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns the exit status, see :func:`pard_jax.cli.run_command`."""
-    return cli.run_command(lambda: _synthesize(_parser().parse_args(argv)))
+    return cli.run_command(lambda: _synthesize(_parser().parse_args(argv)), if_out_of_memory=cli.ENGINE_MEMORY)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -85,10 +85,7 @@ def _synthesize(args: argparse.Namespace) -> None:
     openers = [] if args.openers is None else _read_openers(Path(args.openers))
     prompts = None if args.prompts is None else read_prompts([], args.prompts)
 
-    device = report.start_jax()
-    if (signs := report.missed_accelerator()) is not None:
-        _say(report.cpu_warning(signs))
-    about_device = report.describe_device(device)  # before its memory is taken
+    _, about_device = cli.open_device()
     start = time.monotonic()
     directory = resolve_target(args.model, revision=args.revision)
     limit = ModelConfig.from_pretrained(directory).max_position_embeddings
@@ -97,11 +94,11 @@ def _synthesize(args: argparse.Namespace) -> None:
     _size_engine(args, source, limit)
     with Store(Path(args.output), _settings(args, source)) as store:
         if store.kept:
-            _say(f"going on     with {store.kept} samples of {args.output}")
+            cli.say(f"going on     with {store.kept} samples of {args.output}")
         loaded = load_engine(directory, cli.engine_config(args), tokenizer=tokenizer)
-        _say(about_device)
-        _say(report.describe_settings(loaded.settings, args.max_num_seqs, args.tensor_parallel_size))
-        _say(f"loaded       in {time.monotonic() - start:.1f} s")
+        cli.say(about_device)
+        cli.say(report.describe_settings(loaded.settings, args.max_num_seqs, args.tensor_parallel_size))
+        cli.say(f"loaded       in {time.monotonic() - start:.1f} s")
         _run(args, loaded, source, turns, store)
 
 
@@ -200,10 +197,10 @@ def _sampling(args: argparse.Namespace, end_ids: Sequence[int] = ()) -> Sampling
 
 def _run(args: argparse.Namespace, loaded: Loaded, source: Source, turns: Turns | None, store: Store) -> None:
     engine = loaded.engine
-    _say("compiling    ...")
+    cli.say("compiling    ...")
     start = time.monotonic()
     engine.warm_up()
-    _say(f"compiled     in {time.monotonic() - start:.1f} s")
+    cli.say(f"compiled     in {time.monotonic() - start:.1f} s")
 
     sampling = _sampling(args, () if turns is None else turns.end_ids)
     synthesis = Synthesis(
@@ -223,17 +220,13 @@ def _run(args: argparse.Namespace, loaded: Loaded, source: Source, turns: Turns 
         synthesis.run(wanted, progress)
     seconds = time.monotonic() - start
     dropped = ", ".join(f"{count} {reason}" for reason, count in store.dropped.most_common())
-    _say(f"samples      {store.kept} in {args.output}, {store.kept - begun} of them new")
-    _say(f"dropped      {sum(store.dropped.values())}{f' ({dropped})' if dropped else ''}")
-    _say(f"tokens       {store.num_tokens} in the samples' answers")
-    _say(
+    cli.say(f"samples      {store.kept} in {args.output}, {store.kept - begun} of them new")
+    cli.say(f"dropped      {sum(store.dropped.values())}{f' ({dropped})' if dropped else ''}")
+    cli.say(f"tokens       {store.num_tokens} in the samples' answers")
+    cli.say(
         f"speed        {synthesis.num_tokens} tokens written in {seconds:.1f} s: "
         f"{synthesis.num_tokens / max(seconds, 1e-9):,.0f} tokens/s"
     )
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,11 @@ from pard_jax.train.cod import CodConfig
 from pard_jax.train.optimizer import OPTIMIZERS, SCHEDULES, OptimizerConfig
 
 MAX_BLOCKS = 128  # as many as are ever drafted
+# What to do when memory runs out.
+MEMORY = (
+    "split the updates with --accumulation, add --remat, lower --length or --batch-size (and --evaluation-batch, if it "
+    "was an evaluation), or use more --devices"
+)
 DESCRIPTION = "Train a PARD draft by conditional drop (COD), or a model from the next token on (-k 1)."
 EXAMPLES = """\
 examples:
