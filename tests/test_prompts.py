@@ -72,7 +72,7 @@ def test_from_text(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no prompts"):
         read_prompts([], str(file))
     file.write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match=r"prompts\.txt is not UTF-8"):
+    with pytest.raises(ValueError, match=r"prompts\.txt, line \d+: .* must be UTF-8"):
         read_prompts([], str(file))
 
 
