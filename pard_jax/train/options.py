@@ -133,8 +133,8 @@ _LEAST = (
 )
 
 
-def check(args: argparse.Namespace, num_devices: int) -> None:
-    """Refuse what contradicts itself, before anything is loaded.
+def check(args: argparse.Namespace) -> None:
+    """Refuse what contradicts itself, before anything is read.
 
     Raises:
         ValueError: it does.
@@ -158,13 +158,22 @@ def check(args: argparse.Namespace, num_devices: int) -> None:
         raise ValueError(f"--epochs must be above 0, got {args.epochs}")
     if Path(args.output).exists() and not Path(args.output).is_dir():
         raise ValueError(f"--output {args.output} is a file; name a directory")
+    if not 0 <= args.distill_weight <= 1:
+        raise ValueError(f"--distill-weight must be in [0, 1], got {args.distill_weight}")
+    check_split(args, 1)
+
+
+def check_split(args: argparse.Namespace, num_devices: int) -> None:
+    """Refuse a batch that so many devices cannot share.
+
+    Raises:
+        ValueError: it is no multiple of what they take at once.
+    """
     if args.batch_size % (args.accumulation * num_devices):
         raise ValueError(
             f"a batch of {args.batch_size} rows cannot be split into {args.accumulation} pass(es) over "
             f"{num_devices} device(s); choose a multiple of {args.accumulation * num_devices}"
         )
-    if not 0 <= args.distill_weight <= 1:
-        raise ValueError(f"--distill-weight must be in [0, 1], got {args.distill_weight}")
 
 
 def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
