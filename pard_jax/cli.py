@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import jax
 
@@ -219,6 +219,13 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
 def say(line: str) -> None:
     """Tell the user, on stderr: stdout is for results."""
     print(line, file=sys.stderr, flush=True)
+
+
+def in_colour(stream: TextIO) -> bool:
+    """Whether to colour what goes to a stream: on a terminal, unless NO_COLOR or FORCE_COLOR decides (no-color.org)."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or stream.isatty()
 
 
 def open_device() -> tuple[jax.Device, str]:  # pyright: ignore[reportInvalidTypeForm]

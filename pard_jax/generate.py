@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pard_jax import LLM, SamplingParams, __version__, cli, report
-from pard_jax.blocks import BlockRecorder, ansi_block, ansi_legend, histogram
+from pard_jax.blocks import BlockRecorder, ansi_block, histogram, legend, marked_block
 from pard_jax.config import ModelConfig, SpeculativeConfig
 from pard_jax.engine.request import RequestUpdate
 from pard_jax.llm import OnUpdate
@@ -78,8 +78,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="one JSON object a completion on stdout, and nothing else there")
     add("--output", metavar="FILE", help="write these JSON objects to a file, which appears whole or not at all")
     add("--show-blocks", action="store_true",
-        help="of one completion: colour the tokens that each step kept, accepted drafts apart from the target's own "
-        "token")  # fmt: skip
+        help="of one completion: mark the tokens that each step kept, accepted drafts apart from the target's own "
+        "token; in colours on a terminal (NO_COLOR and FORCE_COLOR decide otherwise), else in brackets")  # fmt: skip
     add("--compare", action="store_true", help="run without speculation, too: the speed-up, and whether tokens agree")
     cli.add_model_arguments(parser)
     cli.add_speculation_arguments(parser)
@@ -121,8 +121,9 @@ def _generate(args: argparse.Namespace) -> None:
     longest = max(map(len, encoded)) + args.max_tokens
     printer = None
     if args.show_blocks:
-        printer = BlockPrinter(llm, params)
-        cli.say(f"blocks       {ansi_legend()}")
+        coloured = cli.in_colour(sys.stdout)
+        printer = BlockPrinter(llm, params, coloured=coloured)
+        cli.say(f"blocks       {legend(coloured=coloured, painted=cli.in_colour(sys.stderr))}")
     elif not args.json:
         stream = args.stream or sys.stdout.isatty()
         printer = TextPrinter(_titles(prompts, params.n), stream=stream, as_ids=not llm.has_tokenizer)
@@ -292,9 +293,10 @@ class TextPrinter:
 
 
 class BlockPrinter:
-    """Writes one completion to stdout in the colours of :mod:`pard_jax.blocks`, block by block as they come."""
+    """Writes one completion to stdout as :mod:`pard_jax.blocks` shows it, block by block as they come."""
 
-    def __init__(self, llm: LLM, params: SamplingParams) -> None:
+    def __init__(self, llm: LLM, params: SamplingParams, *, coloured: bool) -> None:
+        self._coloured = coloured
         self._recorder = BlockRecorder(llm.get_tokenizer() if llm.has_tokenizer else None, params.child(0))
         # What has been written cannot be taken back, as a stop string that is found later would.
         self._at_once = not params.stop_strings
@@ -306,7 +308,7 @@ class BlockPrinter:
         if self._at_once or update.finished:
             blocks = self._recorder.blocks
             for i in range(self._written, len(blocks)):
-                print(ansi_block(blocks[i], i), end="")
+                print(ansi_block(blocks[i], i) if self._coloured else marked_block(blocks[i]), end="")
             self._written = len(blocks)
             sys.stdout.flush()
 

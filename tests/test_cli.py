@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import re
 from typing import Any
 
@@ -168,3 +169,25 @@ def test_open_device(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     monkeypatch.setattr(cli.report, "missed_accelerator", lambda: "a sign")
     cli.open_device()
     assert "WARNING: RUNNING ON THE CPU, although a TPU or GPU was expected (a sign)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("environment", "terminal", "file"),
+    [
+        ({}, True, False),
+        ({"NO_COLOR": "1"}, False, False),
+        ({"FORCE_COLOR": "1"}, True, True),
+        ({"NO_COLOR": "1", "FORCE_COLOR": "1"}, False, False),
+        ({"NO_COLOR": "", "FORCE_COLOR": ""}, True, False),  # empty is as good as absent
+    ],
+)
+def test_colours(environment: dict[str, str], terminal: bool, file: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert (cli.in_colour(Terminal()), cli.in_colour(io.StringIO())) == (terminal, file)

@@ -257,21 +257,31 @@ def test_a_pair_by_its_name(
     assert tokens == [run("--ignore-eos", "one two")[0]["token_ids"]] * 4
 
 
-def test_blocks(models: Checkpoints, run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_blocks(
+    models: Checkpoints, run: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     draft = ("--draft-model", models.pard, "-k", "3", "--ignore-eos")
     record = run(*draft, "one two")[0]
     argv = ["--model", models.target, "--max-tokens", str(LONG), "--max-num-seqs", "2", "--show-blocks", *draft]
+    steps = record["metrics"]["num_spec_steps"]
     for stop in ([], ["--stop", record["text"][5:8]]):
+        monkeypatch.setenv("FORCE_COLOR", "1")
         assert main([*argv, *stop, "one two"]) == 0
         captured = capsys.readouterr()
         text = record["text"] if not stop else record["text"][: record["text"].index(stop[1])]
         assert re.sub(r"\x1b\[[\d;]*m", "", captured.out) == text + "\n"
         assert "1 step(s) a dispatch" in captured.err and "draft accepted" in captured.err
         if not stop:
-            steps = record["metrics"]["num_spec_steps"]
             assert f"{LONG} tokens in {steps} steps, {LONG / steps:.2f} a step" in captured.err
             # Accepted drafts and own tokens, in two colours each, and the code that ends them.
             assert len(set(re.findall(r"\x1b\[[\d;]*m", captured.out))) >= 4
+    monkeypatch.delenv("FORCE_COLOR")
+    assert main([*argv, "one two"]) == 0  # neither stream is a terminal here
+    captured = capsys.readouterr()
+    assert "\x1b" not in captured.out + captured.err and "[draft accepted|" in captured.err
+    # A bracket a step, and a bar in each; what the text itself has of them counts on top.
+    assert all(captured.out.count(mark) == record["text"].count(mark) + steps for mark in "[|]")
+    assert re.sub(r"[\[|\]]", "", captured.out) == re.sub(r"[\[|\]]", "", record["text"]) + "\n"
 
 
 def test_text(
