@@ -21,6 +21,7 @@ from pard_jax.synthesize.conversations import Magpie, Prompts, Sampling, Source,
 from pard_jax.synthesize.store import Store
 from pard_jax.synthesize.turns import Turns, derive_turns
 from pard_jax.tokenizer import Tokenizer, load_tokenizer
+from pard_jax.utf8 import read_text
 
 EPILOG = """\
 examples:
@@ -123,10 +124,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _read_openers(path: Path) -> list[str]:
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as e:
-        raise ValueError(f"{path} is not UTF-8 text: {e}") from None
+    lines = read_text(path).split("\n")
     # A space at the end would be a token of its own, which no model expects before a word.
     lines = [line.strip() for line in lines if not line.startswith("#")]
     openers = [line.replace("\\n", "\n") for line in lines if line]
@@ -159,9 +157,20 @@ def _messages(prompt: Prompt, system: str | None) -> list[dict[str, str]] | None
 
 
 def _size_engine(args: argparse.Namespace, source: Source, limit: int) -> None:
-    """Fill in the engine's flags that were not given."""
+    """Fill in the engine's flags that were not given; refuse turns that can never be so long."""
+    whose, most = (
+        ("the model's limit", limit) if args.max_model_len is None else ("--max-model-len", args.max_model_len)
+    )
+    for name in ("max_tokens", "user_max_tokens") if source.writes_user else ("max_tokens",):
+        if (value := getattr(args, name)) >= most:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {value} leaves no room for a prompt: {whose} is {most} tokens, prompt and "
+                "answer together; lower it"
+            )
+    longest = source.longest_prompt(args.user_max_tokens) + args.max_tokens
+    if longest > most:
+        cli.say(f"note         answers end where prompt and answer are {most} tokens, {whose}")
     if args.max_model_len is None:
-        longest = source.longest_prompt(args.user_max_tokens) + args.max_tokens
         args.max_model_len = min(longest, limit)
     if args.prefill_chunk_size is None:
         args.prefill_chunk_size = min(_CHUNK, args.max_model_len)
