@@ -25,5 +25,5 @@ def not_utf8(error: UnicodeDecodeError, first_line: int = 1) -> str:
     column = at - data.rfind(b"\n", 0, at)
     return (
         f"line {line}: byte {column} of it is {data[at]:#04x}, which is not UTF-8 ({error.reason}); the file must be "
-        "UTF-8: save it again so, or convert it (iconv -t UTF-8)"
+        "UTF-8: save it again so, or convert it (iconv -f ITS_ENCODING -t UTF-8)"
     )
