@@ -6,10 +6,11 @@ Every error is one line on stderr and exit status 2. A traceback means a fault i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
@@ -258,14 +259,22 @@ def check_writable(path: Path) -> None:
     beside.unlink()
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that appears whole or not at all."""
+@contextlib.contextmanager
+def open_whole(path: Path) -> Iterator[TextIO]:
+    """A file to write that appears, whole, at the end of the block; after an error, what stood there before stays."""
     beside = _beside(path)
     try:
-        beside.write_text(text, encoding="utf-8")
+        with beside.open("w", encoding="utf-8") as file:
+            yield file
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that appears whole or not at all."""
+    with open_whole(path) as file:
+        file.write(text)
 
 
 def _beside(path: Path) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -191,3 +192,22 @@ def test_colours(environment: dict[str, str], terminal: bool, file: bool, monkey
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert (cli.in_colour(Terminal()), cli.in_colour(io.StringIO())) == (terminal, file)
+
+
+def test_a_file_appears_whole_or_stays_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with cli.open_whole(path) as file:
+        file.write("one\n")
+        assert not path.exists()
+    assert path.read_text() == "one\n"
+
+    def fail() -> None:
+        with cli.open_whole(path) as file:
+            file.write("two\n")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    cli.write_whole(tmp_path / "other", "é\n")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["other", "out.jsonl"]
+    assert path.read_text() == "one\n" and (tmp_path / "other").read_bytes() == "é\n".encode()
