@@ -12,6 +12,7 @@ import jax
 from convert.gguf import gguf_to_hf
 from convert.orbax import hf_to_orbax, orbax_to_hf
 from convert.sources import check_apart
+from pard_jax import cli
 from pard_jax.presets import resolve_target
 from pard_jax.weights import resolve_checkpoint
 from pard_jax.weights.borrow import assemble, strip_embedding
@@ -29,29 +30,30 @@ DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one conversion. Returns the exit status: 0, or 2 after one line on stderr."""
-    args = _parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, _terminate)
-    try:
-        _convert(args)
-    except (ValueError, NotImplementedError, OSError) as e:
-        # The system's own errors (a full disk) do not say what was being done.
-        what = f"cannot convert {args.source} to {args.target}: " if isinstance(e, OSError) and e.errno else ""
-        print(f"error: {what}{' '.join(str(e).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted: nothing was written", file=sys.stderr)
-        return 130
-    print(f"wrote {args.target}", file=sys.stderr)
-    return 0
+    """Run one conversion. Returns the exit status, see :func:`pard_jax.cli.run_command`; 143 after SIGTERM."""
+
+    def command() -> None:
+        args = _parser().parse_args(argv)
+        signal.signal(signal.SIGTERM, _terminate)
+        try:
+            _convert(args)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("nothing was written") from None
+        except OSError as e:
+            if e.errno is None:
+                raise
+            # The system's own errors (a full disk) do not say what was being done.
+            raise OSError(f"cannot convert {args.source} to {args.target}: {e}") from e
+        cli.say(f"wrote {args.target}")
+
+    return cli.run_command(command, if_out_of_memory="convert it where more memory is free")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = cli.Parser(
         prog="python -m convert",
         description="Convert checkpoints. DST appears complete or not at all.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
 

@@ -1,4 +1,4 @@
-"""What speculation looks like: the text of one completion, step by step, in colours for a terminal or as HTML.
+"""What speculation looks like: the text of one completion, step by step; in colours, in brackets, or as HTML.
 
 Every step keeps a block of tokens: the drafts that the target accepted, then one token of the target's own. Blocks are
 told by what is streamed, so an engine has to stream every step: ``steps_per_dispatch=1``.
@@ -107,11 +107,25 @@ def ansi_block(block: Block, index: int) -> str:
     return _ansi(block.accepted, accepted) + _ansi(block.own, own)
 
 
-def ansi_legend() -> str:
-    """What the colours mean, in one line."""
-    accepted = "".join(_ansi(" draft accepted ", style) for style, _ in _ANSI)
-    own = "".join(_ansi(" the target's own token ", style) for _, style in _ANSI)
-    return f"{accepted} {own}  one colour a step"
+def marked_block(block: Block) -> str:
+    """A block in plain text: in brackets, with a bar between the accepted drafts and the target's own token."""
+    return f"[{block.accepted}|{block.own}]"
+
+
+def legend(*, coloured: bool, painted: bool) -> str:
+    """How blocks are to be read, in one line.
+
+    Args:
+        coloured: they are :func:`ansi_block`'s, or else :func:`marked_block`'s.
+        painted: this line itself is for a terminal, and may show the colours.
+    """
+    accepted, own = "draft accepted", "the target's own token"
+    if not coloured:
+        return f"[{accepted}|{own}]  one bracket a step"
+    if not painted:
+        return f"light: {accepted}, dark: {own}; one colour a step"
+    shown = ("".join(_ansi(f" {text} ", pair[i]) for pair in _ANSI) for i, text in enumerate((accepted, own)))
+    return f"{' '.join(shown)}  one colour a step"
 
 
 def histogram(blocks: Sequence[Block]) -> str:

@@ -6,18 +6,26 @@ Every error is one line on stderr and exit status 2. A traceback means a fault i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
-from pard_jax import presets
+import jax
+
+from pard_jax import presets, report
 from pard_jax.config import EngineConfig, SpeculativeConfig
 from pard_jax.config.engine import DTYPES, IMPLEMENTATIONS
 from pard_jax.sampling_params import SamplingParams
 
+# What to do, of the commands that run an engine, when memory runs out.
+ENGINE_MEMORY = (
+    "lower --max-num-seqs, --max-model-len or --gpu-memory-utilization, or share the model among more devices with "
+    "--tensor-parallel-size"
+)
 # Flags that say in part what --speculative-config says in whole; None where they were not given.
 _SPECULATION_FLAGS = {
     "draft_model": "--draft-model",
@@ -213,6 +221,33 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     )
 
 
+def say(line: str) -> None:
+    """Tell the user, on stderr: stdout is for results."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def in_colour(stream: TextIO) -> bool:
+    """Whether to colour what goes to a stream: on a terminal, unless NO_COLOR or FORCE_COLOR decides (no-color.org)."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or stream.isatty()
+
+
+def open_device() -> tuple[jax.Device, str]:  # pyright: ignore[reportInvalidTypeForm]
+    """Start JAX, and warn where an accelerator is missed.
+
+    Returns:
+        The first device, and the line about it for when all is loaded: its memory is described as it is now, free.
+
+    Raises:
+        ValueError: see :func:`pard_jax.report.start_jax`.
+    """
+    device = report.start_jax()
+    if (signs := report.missed_accelerator()) is not None:
+        say(report.cpu_warning(signs))
+    return device, report.describe_device(device)
+
+
 def check_writable(path: Path) -> None:
     """Refuse an output file that cannot be written, by beginning to.
 
@@ -228,22 +263,34 @@ def check_writable(path: Path) -> None:
     beside.unlink()
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that appears whole or not at all."""
+@contextlib.contextmanager
+def open_whole(path: Path) -> Iterator[TextIO]:
+    """A file to write that appears, whole, at the end of the block; after an error, what stood there before stays."""
     beside = _beside(path)
     try:
-        beside.write_text(text, encoding="utf-8")
+        with beside.open("w", encoding="utf-8") as file:
+            yield file
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that appears whole or not at all."""
+    with open_whole(path) as file:
+        file.write(text)
 
 
 def _beside(path: Path) -> Path:
     return path.absolute().with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
-def run_command(command: Callable[[], None]) -> int:
+def run_command(command: Callable[[], None], *, if_out_of_memory: str | None = None) -> int:
     """Run a command line to its exit status.
+
+    Args:
+        command: reads the flags and does all there is to do.
+        if_out_of_memory: what to do then, by the command's own flags; for the message.
 
     Returns:
         0; 2 after an error, said in one line on stderr; 130 after Ctrl-C; 141 where nobody reads stdout any more, as
@@ -257,10 +304,10 @@ def run_command(command: Callable[[], None]) -> int:
     try:
         command()
         sys.stdout.flush()
-    except SystemExit as e:  # --help and --version
+    except SystemExit as e:  # --help and --version, and a signal's status
         return int(e.code or 0)
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
+    except KeyboardInterrupt as e:
+        say(f"\ninterrupted{f': {e}' if e.args else ''}")
         return 130
     except BrokenPipeError:
         _discard_stdout()
@@ -270,15 +317,12 @@ def run_command(command: Callable[[], None]) -> int:
     except (RuntimeError, MemoryError) as e:
         if not isinstance(e, MemoryError) and "RESOURCE_EXHAUSTED" not in str(e):
             raise
-        return _fail(
-            f"out of memory ({_message(e)}); lower --max-num-seqs, --max-model-len or --gpu-memory-utilization, or "
-            "share the model among more devices with --tensor-parallel-size"
-        )
+        return _fail(f"out of memory ({_message(e)}){'' if if_out_of_memory is None else f'; {if_out_of_memory}'}")
     return 0
 
 
 def _fail(message: str) -> int:
-    print(f"error: {message}", file=sys.stderr)
+    say(f"error: {message}")
     return 2
 
 

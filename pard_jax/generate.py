@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pard_jax import LLM, SamplingParams, __version__, cli, report
-from pard_jax.blocks import BlockRecorder, ansi_block, ansi_legend, histogram
+from pard_jax.blocks import BlockRecorder, ansi_block, histogram, legend, marked_block
 from pard_jax.config import ModelConfig, SpeculativeConfig
 from pard_jax.engine.request import RequestUpdate
 from pard_jax.llm import OnUpdate
@@ -38,7 +38,9 @@ _LENGTH_STEP = 256
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns the exit status, see :func:`pard_jax.cli.run_command`."""
-    return cli.run_command(lambda: _generate(_parse(sys.argv[1:] if argv is None else argv)))
+    return cli.run_command(
+        lambda: _generate(_parse(sys.argv[1:] if argv is None else argv)), if_out_of_memory=cli.ENGINE_MEMORY
+    )
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -76,8 +78,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="one JSON object a completion on stdout, and nothing else there")
     add("--output", metavar="FILE", help="write these JSON objects to a file, which appears whole or not at all")
     add("--show-blocks", action="store_true",
-        help="of one completion: colour the tokens that each step kept, accepted drafts apart from the target's own "
-        "token")  # fmt: skip
+        help="of one completion: mark the tokens that each step kept, accepted drafts apart from the target's own "
+        "token; in colours on a terminal (NO_COLOR and FORCE_COLOR decide otherwise), else in brackets")  # fmt: skip
     add("--compare", action="store_true", help="run without speculation, too: the speed-up, and whether tokens agree")
     cli.add_model_arguments(parser)
     cli.add_speculation_arguments(parser)
@@ -119,8 +121,9 @@ def _generate(args: argparse.Namespace) -> None:
     longest = max(map(len, encoded)) + args.max_tokens
     printer = None
     if args.show_blocks:
-        printer = BlockPrinter(llm, params)
-        _say(f"blocks       {ansi_legend()}")
+        coloured = cli.in_colour(sys.stdout)
+        printer = BlockPrinter(llm, params, coloured=coloured)
+        cli.say(f"blocks       {legend(coloured=coloured, painted=cli.in_colour(sys.stderr))}")
     elif not args.json:
         stream = args.stream or sys.stdout.isatty()
         printer = TextPrinter(_titles(prompts, params.n), stream=stream, as_ids=not llm.has_tokenizer)
@@ -128,11 +131,11 @@ def _generate(args: argparse.Namespace) -> None:
     run, baseline = _timed(llm, requests, children, longest, printer), None
     if isinstance(printer, BlockPrinter):
         printer.finish()
-    _say(report.summarize(run, settings))
+    cli.say(report.summarize(run, settings))
     if args.compare:
         llm.disable_speculation()
         baseline = _timed(llm, requests, children, longest, None)
-        _say(report.compare_runs(run, baseline, greedy=params.greedy, dtype=settings.dtype.name))
+        cli.say(report.compare_runs(run, baseline, greedy=params.greedy, dtype=settings.dtype.name))
 
     lines = []
     for i, output in enumerate(run.outputs):
@@ -147,7 +150,7 @@ def _generate(args: argparse.Namespace) -> None:
         lines.append(json.dumps(record) + "\n")
     if args.output is not None:
         cli.write_whole(Path(args.output), "".join(lines))
-        _say(f"wrote        {args.output}")
+        cli.say(f"wrote        {args.output}")
     if args.json:
         sys.stdout.writelines(lines)
 
@@ -166,10 +169,7 @@ def _load(
     args: argparse.Namespace, prompts: Sequence[Prompt], params: SamplingParams, speculation: SpeculativeConfig | None
 ) -> tuple[LLM, list[list[int]]]:
     """The model, sized for these prompts, and their token ids; says what is in effect."""
-    device = report.start_jax()
-    if (signs := report.missed_accelerator()) is not None:
-        _say(report.cpu_warning(signs))
-    about_device = report.describe_device(device)  # before its memory is taken
+    _, about_device = cli.open_device()
     start = time.monotonic()
     directory = resolve_target(args.model, revision=args.revision)
     # Before the tokenizer, on which transformers would blame a config.json that is wrong.
@@ -184,15 +184,15 @@ def _load(
         asked = 0 if speculation is None else speculation.max_model_len or 0
         needed = max(max(map(len, encoded)) + args.max_tokens, asked)
         if needed > limit:
-            _say(f"note         outputs end where prompt and output are {limit} tokens, the model's limit")
+            cli.say(f"note         outputs end where prompt and output are {limit} tokens, the model's limit")
         args.max_model_len = min(-(-needed // _LENGTH_STEP) * _LENGTH_STEP, limit)
     if args.max_num_seqs is None:
         args.max_num_seqs = min(len(prompts) * params.n, _MOST_SLOTS)
     llm = LLM.from_loaded(load_engine(directory, cli.engine_config(args), speculation, tokenizer=tokenizer))
     _check_requests(llm, prompts, encoded, params)
-    _say(about_device)
-    _say(report.describe_settings(llm.settings, args.max_num_seqs, args.tensor_parallel_size))
-    _say(f"loaded       in {time.monotonic() - start:.1f} s")
+    cli.say(about_device)
+    cli.say(report.describe_settings(llm.settings, args.max_num_seqs, args.tensor_parallel_size))
+    cli.say(f"loaded       in {time.monotonic() - start:.1f} s")
     return llm, encoded
 
 
@@ -219,10 +219,10 @@ def _timed(
     """Compile, then run all requests, ``longest`` tokens long at most, by the clock. The engine is a new one."""
     engine = llm.engine
     method = llm.settings.method
-    _say(f"compiling    {'plain' if method == 'none' else method} decoding ...")
+    cli.say(f"compiling    {'plain' if method == 'none' else method} decoding ...")
     start = time.monotonic()
     windows = engine.warm_up(longest)
-    _say(f"compiled     {windows} attention window{'s' * (windows > 1)} in {time.monotonic() - start:.1f} s")
+    cli.say(f"compiled     {windows} attention window{'s' * (windows > 1)} in {time.monotonic() - start:.1f} s")
     first: list[tuple[float, int]] = []  # when the first token was there, and the steps read by then
 
     def observe(prompt: int, completion: int, update: RequestUpdate) -> None:
@@ -293,9 +293,10 @@ class TextPrinter:
 
 
 class BlockPrinter:
-    """Writes one completion to stdout in the colours of :mod:`pard_jax.blocks`, block by block as they come."""
+    """Writes one completion to stdout as :mod:`pard_jax.blocks` shows it, block by block as they come."""
 
-    def __init__(self, llm: LLM, params: SamplingParams) -> None:
+    def __init__(self, llm: LLM, params: SamplingParams, *, coloured: bool) -> None:
+        self._coloured = coloured
         self._recorder = BlockRecorder(llm.get_tokenizer() if llm.has_tokenizer else None, params.child(0))
         # What has been written cannot be taken back, as a stop string that is found later would.
         self._at_once = not params.stop_strings
@@ -307,18 +308,14 @@ class BlockPrinter:
         if self._at_once or update.finished:
             blocks = self._recorder.blocks
             for i in range(self._written, len(blocks)):
-                print(ansi_block(blocks[i], i), end="")
+                print(ansi_block(blocks[i], i) if self._coloured else marked_block(blocks[i]), end="")
             self._written = len(blocks)
             sys.stdout.flush()
 
     def finish(self) -> None:
         """End the line, and write the histogram to stderr."""
         print(flush=True)
-        _say(histogram(self._recorder.blocks))
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+        cli.say(histogram(self._recorder.blocks))
 
 
 if __name__ == "__main__":

@@ -6,10 +6,10 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from pard_jax.tokenizer import Tokenizer
+from pard_jax.utf8 import not_utf8, read_text
 
 # Of a line of a .jsonl file; `data` is the key of the PARD repository's files of prompts.
 TEXT_KEYS = ("prompt", "data")
@@ -62,14 +62,14 @@ def read_prompts(texts: Sequence[str], file: str | None = None, limit: int | Non
 def _stdin() -> str:
     if sys.stdin is None:
         raise ValueError('there is no stdin to read "-" from')
-    return sys.stdin.read()
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as e:
+        raise ValueError(f"stdin, {not_utf8(e)}") from None
 
 
 def _of_lines(file: str, limit: int | None) -> Iterable[Prompt]:
-    try:
-        content = _stdin() if file == STDIN else Path(file).read_text(encoding="utf-8")
-    except UnicodeDecodeError as e:
-        raise ValueError(f"{file} is not UTF-8 text: {e}") from None
+    content = _stdin() if file == STDIN else read_text(file)
     parse = _of_json if file.endswith(".jsonl") else _text
     count = 0
     # Not splitlines(): a prompt may hold U+2028 and its like.

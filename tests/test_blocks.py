@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from pard_jax import SamplingParams
-from pard_jax.blocks import Block, BlockRecorder, ansi_block, ansi_legend, blocks_html, histogram
+from pard_jax.blocks import Block, BlockRecorder, ansi_block, blocks_html, histogram, legend, marked_block
 from pard_jax.engine.request import RequestUpdate
 from pard_jax.outputs import CompletionOutput, RequestMetrics, RequestOutput, RequestSpecMetrics
 from pard_jax.tokenizer import Tokenizer
@@ -120,7 +120,15 @@ def test_on_a_terminal() -> None:
     accepted, reset, own, end = styles[0]
     assert accepted != own and reset == end == "\x1b[0m"
     for style in (*styles[0], *styles[1]):
-        assert style in ansi_legend()
+        assert style in legend(coloured=True, painted=True)
+    text = ANSI.sub("", legend(coloured=True, painted=True))
+    assert text.endswith("  one colour a step") and text.count("draft accepted") == text.count("the target's own") == 2
+
+
+def test_in_a_file() -> None:
+    assert "".join(map(marked_block, BLOCKS)) == "[One two| three][|\n][a <b> & |]"
+    assert legend(coloured=False, painted=True).startswith("[draft accepted|the target's own token]")
+    assert "\x1b" not in legend(coloured=True, painted=False) and "light" in legend(coloured=True, painted=False)
 
 
 def test_histogram() -> None:

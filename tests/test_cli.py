@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import io
+import re
+from pathlib import Path
+from typing import Any
 
+import jax
 import pytest
 
-from pard_jax import SamplingParams, SpeculativeConfig, cli
+from pard_jax import SamplingParams, SpeculativeConfig, cli, generate
+from pard_jax.bench import __main__ as bench
 from pard_jax.config import EngineConfig
+from pard_jax.synthesize import __main__ as synthesize
+from pard_jax.train import __main__ as train
 
 
 def parse(*argv: str) -> argparse.Namespace:
@@ -99,11 +107,11 @@ def test_flags_are_not_abbreviated() -> None:
 
 
 def test_exit_status(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(error: BaseException) -> tuple[int, str]:
+    def fail(error: BaseException, **keywords: str) -> tuple[int, str]:
         def command() -> None:
             raise error
 
-        status = cli.run_command(command)
+        status = cli.run_command(command, **keywords)
         return status, capsys.readouterr().err
 
     assert cli.run_command(lambda: None) == 0
@@ -111,10 +119,95 @@ def test_exit_status(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert fail(NotImplementedError("not yet")) == (2, "error: not yet\n")
     assert fail(PermissionError(13, "Permission denied", "some/file")) == (2, "error: some/file: Permission denied\n")
     assert fail(FileNotFoundError("no such model")) == (2, "error: no such model\n")
-    status, message = fail(MemoryError())
-    assert status == 2 and message.startswith("error: out of memory (MemoryError); lower --max-num-seqs")
+    assert fail(MemoryError()) == (2, "error: out of memory (MemoryError)\n")
+    for error, told in ((MemoryError(), "MemoryError"), (RuntimeError("RESOURCE_EXHAUSTED: 9\nGB"), None)):
+        message = f"error: out of memory ({told or 'RESOURCE_EXHAUSTED: 9 GB'}); use less\n"
+        assert fail(error, if_out_of_memory="use less") == (2, message)
+    with pytest.raises(RuntimeError):
+        fail(RuntimeError("a fault"), if_out_of_memory="use less")
     assert fail(SystemExit(0)) == (0, "")
+    assert fail(SystemExit(143)) == (143, "")
     assert fail(KeyboardInterrupt()) == (130, "\ninterrupted\n")
+    assert fail(KeyboardInterrupt("in time")) == (130, "\ninterrupted: in time\n")
     assert fail(BrokenPipeError()) == (141, "")
     with pytest.raises(TypeError):
         fail(TypeError("a fault"))
+
+
+def commands() -> dict[str, tuple[Any, str, str]]:
+    """What runs a command, where it does its work, and its flags."""
+    return {
+        "generate": (generate.main, "pard_jax.generate._generate", "hello"),
+        "synthesize": (synthesize.main, "pard_jax.synthesize.__main__._synthesize", "--output x --num-samples 1"),
+        "train": (train.main, "pard_jax.train.run.run", "--data x --output x"),
+        "bench cod": (bench.main, "pard_jax.train.run.run", "cod --model m --data x --output x"),
+        "bench generate": (bench.main, "pard_jax.bench.generate.read_groups", "generate hello"),
+    }
+
+
+@pytest.mark.parametrize("name", commands())
+def test_out_of_memory_names_flags_that_the_command_has(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main, work, argv = commands()[name]
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(work, fail)
+    assert main(argv.split()) == 2
+    error = capsys.readouterr().err
+    flags = set(re.findall(r"--[a-z-]+", error))
+    assert len(flags) >= 3 and error.count("\n") == 1
+    assert main([*argv.split()[: name.startswith("bench")], "--help"]) == 0
+    assert flags <= set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+
+
+def test_open_device(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    device, line = cli.open_device()
+    assert device == jax.devices()[0] and line.startswith("device       cpu")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(cli.report, "missed_accelerator", lambda: "a sign")
+    cli.open_device()
+    assert "WARNING: RUNNING ON THE CPU, although a TPU or GPU was expected (a sign)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("environment", "terminal", "file"),
+    [
+        ({}, True, False),
+        ({"NO_COLOR": "1"}, False, False),
+        ({"FORCE_COLOR": "1"}, True, True),
+        ({"NO_COLOR": "1", "FORCE_COLOR": "1"}, False, False),
+        ({"NO_COLOR": "", "FORCE_COLOR": ""}, True, False),  # empty is as good as absent
+    ],
+)
+def test_colours(environment: dict[str, str], terminal: bool, file: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert (cli.in_colour(Terminal()), cli.in_colour(io.StringIO())) == (terminal, file)
+
+
+def test_a_file_appears_whole_or_stays_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    with cli.open_whole(path) as file:
+        file.write("one\n")
+        assert not path.exists()
+    assert path.read_text() == "one\n"
+
+    def fail() -> None:
+        with cli.open_whole(path) as file:
+            file.write("two\n")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    cli.write_whole(tmp_path / "other", "é\n")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["other", "out.jsonl"]
+    assert path.read_text() == "one\n" and (tmp_path / "other").read_bytes() == "é\n".encode()

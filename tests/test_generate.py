@@ -6,12 +6,11 @@ import io
 import json
 import logging
 import re
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -27,12 +26,9 @@ from pard_jax.generate import TextPrinter, main
 from pard_jax.outputs import RequestMetrics, RequestOutput
 from pard_jax.presets import PRESETS, Preset
 from pard_jax.tokenizer import load_tokenizer
-from pard_jax.weights import save_hf
-from tests.helpers.models import full_forward, hf_config, random_params
-from tests.helpers.tokenizer import make_tokenizer
+from tests.helpers.checkpoints import MASK, Checkpoints, make_checkpoints
+from tests.helpers.models import full_forward
 
-VOCABULARY = 304  # the tokenizer's 300 and some padding; the mask id is one of the padding
-MASK = 303
 LONG = 12  # tokens to generate
 METRICS = {
     "tokens_per_second", "time_to_first_token", "mean_acceptance_length", "draft_acceptance_rate",
@@ -41,39 +37,9 @@ METRICS = {
 RECORD = {"prompt", "text", "token_ids", "finish_reason", "stop_reason", "usage", "metrics"}
 
 
-class Checkpoints(NamedTuple):
-    target: str
-    pard: str  # the target's own weights, so that the first draft is always right, and a mask id
-    no_mask: str  # an ordinary draft
-    bad_mask: str
-    other_vocabulary: str
-    ids_only: str  # the target without tokenizer files
-
-    def params(self) -> dict[str, Any]:
-        return random_params(ModelConfig.from_pretrained(self.target), 0)
-
-
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    root = tmp_path_factory.mktemp("checkpoints")
-
-    def make(name: str, *, seed: int = 0, tokenizer: bool = True, **config: Any) -> str:
-        hf = hf_config("qwen3", vocab_size=VOCABULARY, head_dim=8, num_hidden_layers=1, **config)
-        save_hf(random_params(ModelConfig.from_hf(hf), seed), hf, root / name, progress=False)
-        if tokenizer:
-            make_tokenizer(root / name)
-        return str(root / name)
-
-    other = make("other_vocabulary", tokenizer=False, pard_token=MASK)
-    make_tokenizer(other, vocab_size=280)
-    return Checkpoints(
-        target=make("target"),
-        pard=make("pard", pard_token=MASK),
-        no_mask=make("no_mask", seed=1),
-        bad_mask=make("bad_mask", pard_token=VOCABULARY),
-        other_vocabulary=other,
-        ids_only=make("ids_only", tokenizer=False),
-    )
+    return make_checkpoints(tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -257,21 +223,31 @@ def test_a_pair_by_its_name(
     assert tokens == [run("--ignore-eos", "one two")[0]["token_ids"]] * 4
 
 
-def test_blocks(models: Checkpoints, run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_blocks(
+    models: Checkpoints, run: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     draft = ("--draft-model", models.pard, "-k", "3", "--ignore-eos")
     record = run(*draft, "one two")[0]
     argv = ["--model", models.target, "--max-tokens", str(LONG), "--max-num-seqs", "2", "--show-blocks", *draft]
+    steps = record["metrics"]["num_spec_steps"]
     for stop in ([], ["--stop", record["text"][5:8]]):
+        monkeypatch.setenv("FORCE_COLOR", "1")
         assert main([*argv, *stop, "one two"]) == 0
         captured = capsys.readouterr()
         text = record["text"] if not stop else record["text"][: record["text"].index(stop[1])]
         assert re.sub(r"\x1b\[[\d;]*m", "", captured.out) == text + "\n"
         assert "1 step(s) a dispatch" in captured.err and "draft accepted" in captured.err
         if not stop:
-            steps = record["metrics"]["num_spec_steps"]
             assert f"{LONG} tokens in {steps} steps, {LONG / steps:.2f} a step" in captured.err
             # Accepted drafts and own tokens, in two colours each, and the code that ends them.
             assert len(set(re.findall(r"\x1b\[[\d;]*m", captured.out))) >= 4
+    monkeypatch.delenv("FORCE_COLOR")
+    assert main([*argv, "one two"]) == 0  # neither stream is a terminal here
+    captured = capsys.readouterr()
+    assert "\x1b" not in captured.out + captured.err and "[draft accepted|" in captured.err
+    # A bracket a step, and a bar in each; what the text itself has of them counts on top.
+    assert all(captured.out.count(mark) == record["text"].count(mark) + steps for mark in "[|]")
+    assert re.sub(r"[\[|\]]", "", captured.out) == re.sub(r"[\[|\]]", "", record["text"]) + "\n"
 
 
 def test_text(
@@ -317,162 +293,6 @@ def test_without_a_tokenizer(models: Checkpoints, tmp_path: Path, capsys: pytest
     assert "holds no tokenizer" in capsys.readouterr().err
 
 
-BAD: dict[str, tuple[list[Any], str]] = {
-    "no such directory": (["--model", "./absent/model"], "./absent/model does not exist"),
-    "hub id, offline": (["--model", "absent/model"], "HF_HUB_OFFLINE"),
-    "no mask token": (
-        ["--draft-model", "{no_mask}", "-k", "2"],
-        "`dflash_config.mask_token_id`, `mask_token_id`, `dspark_noise_token_id`, `pard_token`, or `ptd_token_id`",
-    ),
-    "mask id of the draft": (["--draft-model", "{bad_mask}", "-k", "2"], f"mask token id {VOCABULARY} is not in"),
-    "mask id as given": (
-        ["--draft-model", "{no_mask}", "-k", "2", "--mask-token-id", "999"],
-        "mask token id 999 is not in",
-    ),
-    "vocabularies": (["--draft-model", "{other_vocabulary}", "-k", "2"], "must share one vocabulary"),
-    "K of 0": (["--draft-model", "{pard}", "-k", "0"], "num_speculative_tokens to be greater than zero (0)"),
-    "K of 129": (["--draft-model", "{pard}", "-k", "129"], "num_speculative_tokens=129 is greater than the maximum"),
-    "K missing": (["--draft-model", "{pard}"], "needs -k"),
-    "K no number": (["-k", "many"], "invalid int value: 'many'"),
-    "draft missing": (["--method", "pard", "-k", "2"], "needs a draft"),
-    "method none": (["--method", "none", "-k", "2"], "drafts nothing, so -k/--num-speculative-tokens cannot be used"),
-    "ngram with a draft": (["--method", "ngram", "--draft-model", "{pard}", "-k", "2"], "drafts without a model"),
-    "two styles": (
-        ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2}', "-k", "2"],
-        "--speculative-config contradicts -k/--num-speculative-tokens",
-    ),
-    "malformed JSON": (["--speculative-config", "{'method': 'ngram'}"], "--speculative-config is not valid JSON"),
-    "JSON no object": (["--speculative-config", "[]"], "must be a JSON object"),
-    "unknown key": (["--speculative-config", '{"methd": "ngram"}'], "unknown key 'methd'"),
-    "contradicting keys": (
-        ["--speculative-config", '{"method": "ngram", "model": "{pard}", "num_speculative_tokens": 2}'],
-        "drafts without a model",
-    ),
-    "unsupported key": (
-        ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 2, "kv_cache_dtype": "fp8"}'],
-        "kv_cache_dtype='fp8' is not supported",
-    ),
-    "nothing to compare": (["--compare"], "nothing to compare"),
-    "blocks and json": (["--show-blocks", "--json"], "contradicts"),
-    "blocks of two": (["--show-blocks", "another one"], "--show-blocks shows one completion, not 2"),
-    "blocks, steps": (["--show-blocks", "--steps-per-dispatch", "2"], "looks at every step"),
-    "a preset's revision": (["--model", "smollm2", "--revision", "main"], "'smollm2' is a preset"),
-    "json and stream": (["--json", "--stream"], "contradicts"),
-    "temperature": (["--temperature", "2.5"], "temperature must be in [0, 2]"),
-    "temperature nan": (["--temperature", "nan"], "finite"),
-    "top_p": (["--top-p", "0"], "top_p must be in (0, 1]"),
-    "top_k": (["--top-k", "-2"], "top_k must be"),
-    "min_p": (["--min-p", "1.5"], "min_p must be in [0, 1]"),
-    "max_tokens": (["--max-tokens", "0"], "max_tokens must be at least 1"),
-    "min_tokens": (["--min-tokens", "200"], "min_tokens must be less than or equal to max_tokens"),
-    "logprobs": (["--json", "--logprobs", "21"], "greater than max allowed: 20"),
-    "n": (["--n", "0"], "n must be at least 1"),
-    "n, greedy": (["--n", "2"], "n must be 1 when using greedy sampling"),
-    "stop": (["--stop", ""], "stop cannot contain an empty string"),
-    "stop, no text": (["--stop", "caf\udce9"], "the text is not valid Unicode"),
-    "stop id": (["--stop-token-ids", VOCABULARY, "--"], "out of vocabulary"),
-    "logprobs unseen": (["--logprobs", "2"], "--logprobs are part of the JSON only"),
-    "prompt, no text": (["caf\udce9"], "the text is not valid Unicode"),
-    "stop ids": (["--stop-token-ids", *range(33), "--"], "stop token ids"),
-    "dtype": (["--dtype", "int3"], "dtype='int3' is not supported"),
-    "devices": (["-tp", "3"], "tensor_parallel_size=3 does not divide"),
-    "slots": (["--max-num-seqs", "0"], "max_num_seqs=0"),
-    "memory share": (["--gpu-memory-utilization", "1.5"], "gpu_memory_utilization=1.5"),
-    "length": (["--max-model-len", "100000"], "larger than the model's max_position_embeddings=512"),
-    "prompt too long": (["--raw", "--max-model-len", "4", "much too long a prompt"], "maximum context length is 4"),
-    "output directory": (["--output", "./absent/out.jsonl"], "there is no directory"),
-    "output is one": (["--output", "."], "is a directory"),
-    "prompts missing": (["--prompts", "./absent.jsonl"], "absent.jsonl: No such file or directory"),
-    "prompts a directory": (["--prompts", "."], "Is a directory"),
-    "unknown flag": (["--temprature", "1"], "unrecognized arguments: --temprature"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input(
-    case: str, models: Checkpoints, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Engine, "warm_up", lambda *_: pytest.fail("compiles before it refuses"))
-    argv, expected = BAD[case]
-    for name, path in models._asdict().items():
-        argv = [str(arg).replace(f"{{{name}}}", path) for arg in argv]
-    argv += [] if "--prompts" in argv or argv[-1].endswith("prompt") else ["a prompt"]
-    assert main([*([] if "--model" in argv else ["--model", models.target]), *argv]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and captured.err.endswith("\n")
-    assert expected in captured.err
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ('{"prompt": "fine"}\n{"prompt": 3}\n', "line 2: 'prompt' must be a string, got 3"),
-        ('{"prompt": ""}\n', "line 1: 'prompt' is empty"),
-        ('\n{"prompt": \n', "line 2 is not valid JSON"),
-        ('{"text": "x"}\n', "line 1: expected an object with one of the keys 'prompt', 'data', 'messages'"),
-        ('{"prompt_token_ids": [1, 304]}\n', "line 1: Token id 304 is out of vocabulary"),
-        ('{"messages": [{"role": "wizard", "content": "x"}]}\n', "line 1: the chat template refused the messages"),
-    ],
-)
-def test_bad_lines(
-    content: str, expected: str, models: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "bad.jsonl"
-    file.write_text(content)
-    assert main(["--model", models.target, "--prompts", str(file)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: {file}, {expected}") and error.count("\n") == 1
-
-
-def test_too_little_memory(
-    models: Checkpoints, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pard_jax.loading, "device_memory", lambda device: 100_000)
-    monkeypatch.setattr(pard_jax.loading, "load_params", lambda *_, **__: pytest.fail("reads weights"))
-    assert main(["--model", models.target, "--max-model-len", "512", "x"]) == 2
-    assert "needs 0.00 GiB" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("raised", "status", "expected"),
-    [
-        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nallocating"), 2, "error: out of memory"),
-        (KeyboardInterrupt(), 130, "\ninterrupted"),
-        (BrokenPipeError(), 141, ""),
-    ],
-)
-def test_ends_early(
-    raised: BaseException,
-    status: int,
-    expected: str,
-    models: Checkpoints,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fail(*_: Any) -> None:
-        raise raised
-
-    monkeypatch.setattr(Engine, "warm_up", fail)
-    output = tmp_path / "out.jsonl"
-    output.write_text("of another run")
-    assert main(["--model", models.target, "--output", str(output), "x"]) == status
-    captured = capsys.readouterr()
-    assert captured.out == "" and "Traceback" not in captured.err
-    assert expected in captured.err.split(" decoding ...\n")[1]
-    assert output.read_text() == "of another run" and list(tmp_path.iterdir()) == [output]
-
-
-def test_a_fault_keeps_its_traceback(models: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise RuntimeError("INTERNAL: a fault")
-
-    monkeypatch.setattr(Engine, "warm_up", fail)
-    with pytest.raises(RuntimeError, match="a fault"):
-        main(["--model", models.target, "x"])
-
-
 def test_printer_keeps_the_order(capsys: pytest.CaptureFixture[str]) -> None:
     printer = TextPrinter(["one", "two", "three"], stream=True)
 
@@ -501,10 +321,3 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"\n{name} " in shown for name in PRESETS)
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"pard-jax {__version__}\n"
-
-
-def test_as_a_module(models: Checkpoints) -> None:
-    command = [sys.executable, "-m", "pard_jax.generate", "--model", models.target, "--draft-model", models.no_mask]
-    done = subprocess.run([*command, "-k", "3", "x"], capture_output=True, text=True, cwd=Path(__file__).parent.parent)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: For parallel drafting") and done.stderr.count("\n") == 1

@@ -57,6 +57,13 @@ def test_from_arguments_and_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
         read_prompts(["x", ""])
 
 
+def test_stdin_in_another_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    for texts, file in (([], "-"), (["-"], None)):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"fine\nna\xefve\n"), encoding="utf-8"))
+        with pytest.raises(ValueError, match=r"stdin, line 2: byte 3 of it is 0xef, .* must be UTF-8"):
+            read_prompts(texts, file)
+
+
 def test_from_text(tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_bytes("one\r\n\n  two \u2028 still two\n{}\n".encode())
@@ -72,7 +79,7 @@ def test_from_text(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no prompts"):
         read_prompts([], str(file))
     file.write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match=r"prompts\.txt is not UTF-8"):
+    with pytest.raises(ValueError, match=r"prompts\.txt, line \d+: .* must be UTF-8"):
         read_prompts([], str(file))
 
 

@@ -6,20 +6,24 @@ import sys
 
 from pard_jax import cli
 from pard_jax.bench import cod, generate
+from pard_jax.train import options
 
-COMMANDS = {"generate": generate.measure, "cod": cod.measure}
+# What measures, and what to do when memory runs out.
+COMMANDS = {"generate": (generate.measure, generate.MEMORY), "cod": (cod.measure, options.MEMORY)}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a subcommand. Returns the exit status, see :func:`pard_jax.cli.run_command`."""
-    return cli.run_command(lambda: _dispatch(sys.argv[1:] if argv is None else argv))
+    given = sys.argv[1:] if argv is None else argv
+    memory = COMMANDS[given[0]][1] if given and given[0] in COMMANDS else None
+    return cli.run_command(lambda: _dispatch(given), if_out_of_memory=memory)
 
 
 def _dispatch(argv: list[str]) -> None:
     parser = cli.Parser(prog="python -m pard_jax.bench", description="Measure; SUBCOMMAND --help tells more.")
     parser.add_argument("subcommand", choices=COMMANDS)
-    args = parser.parse_args(argv[:1])
-    COMMANDS[args.subcommand](argv[1:])
+    measure, _ = COMMANDS[parser.parse_args(argv[:1]).subcommand]
+    measure(argv[1:])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Acceptance counted from what each step of a request gave: over all of an output, or up to some token of it.
 
-The unit is a step of the target, whether anything was drafted for it or not: the acceptance length is the tokens that a
-pass of the target yields. (The engine's own metrics, vLLM's, leave out steps without drafts.)
+The unit is a step of the target, whether anything was drafted for it or not. (The engine's own metrics, vLLM's, leave
+out steps without drafts.) As vLLM counts it, the acceptance length is a token of the target's own and the drafts that
+were accepted, a step: where the end of a request cuts off the target's token, the drafts before it count all the same.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Acceptance:
     Attributes:
         num_steps: passes of the target, a request's own each.
         num_tokens: what they emitted.
-        length: tokens a step, 1..K+1; None without steps.
+        length: 1 + accepted drafts a step, 1..K+1, which is 1 + the sum of ``per_position``; None without steps.
         per_position: for each of the K positions, the share of steps that accepted the draft there.
         histogram: entry j counts the steps that accepted exactly j drafts; K+1 entries.
     """
@@ -81,4 +82,5 @@ class Acceptance:
                 histogram[accepted] += 1
         steps = sum(histogram)
         per_position = [sum(histogram[i + 1 :]) / steps if steps else 0.0 for i in range(num_speculative_tokens)]
-        return cls(steps, tokens, tokens / steps if steps else None, per_position, histogram)
+        drafts = sum(accepted * count for accepted, count in enumerate(histogram))
+        return cls(steps, tokens, 1 + drafts / steps if steps else None, per_position, histogram)

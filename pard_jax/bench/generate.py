@@ -26,6 +26,7 @@ DRAFTED = ("pard", "draft_model", "transformers-assisted")  # by a model
 # Lengths are rounded up to a multiple of it, so that similar runs have equal programs, which JAX can keep on disk.
 _LENGTH_STEP = 256
 _DEFAULT_K = 8
+MEMORY = "lower --max-num-seqs, --context or --max-tokens"  # what to do when it runs out
 
 
 def measure(argv: Sequence[str]) -> None:

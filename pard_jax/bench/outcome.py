@@ -58,8 +58,8 @@ class Outcome:
             looping = sum(r.num_looping for r in self.results if r.case.method == "plain" and self._in_whole(r))
             outputs = sum(r.num_prompts for r in self.results if r.case.method == "plain" and self._in_whole(r))
             print(
-                f"\nAL: tokens a pass of the target yields. no loops: counted up to where the plain output begins to "
-                f"repeat itself for good, as {looping} of {outputs} do.\n" + "\n".join(lines)
+                f"\nAL: 1 + the drafts accepted a pass of the target, as vLLM counts. no loops: counted up to where "
+                f"the plain output begins to repeat itself for good, as {looping} of {outputs} do.\n" + "\n".join(lines)
             )
         self._write(finished=True)
         if self._args.plot is not None:

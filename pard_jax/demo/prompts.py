@@ -1,7 +1,7 @@
 """``python -m pard_jax.demo.prompts``: the prompts whose answers the demo pair is trained on.
 
 About 60 % ask for short stories, the others are simple questions and requests. All are put together from the patterns
-of :mod:`pard_jax.demo.words`, and ask for answers so short that a small model ends them. What a prompt asks is its
+of :mod:`pard_jax.demo.patterns`, and ask for answers so short that a small model ends them. What a prompt asks is its
 core; greetings and wishes for length are put around it. Cores are divided for good, by a hash, into those to train on
 and those held out, so that no seed and no number of prompts mixes the two.
 """
@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from pard_jax import cli
-from pard_jax.demo import words
+from pard_jax.demo import patterns, words
 
 STORY_SHARE = 0.6
 HELD_OUT_SHARE = 0.02  # of cores
@@ -108,20 +108,20 @@ def _num_sentences(pattern: str) -> int:
 
 def _story(rng: random.Random) -> DemoPrompt:
     if rng.random() < 0.1:
-        text = _fill(rng, rng.choice(words.STORY_STARTS))
+        text = _fill(rng, rng.choice(patterns.STORY_STARTS))
         return DemoPrompt(text, text, is_story=True)
-    core = _fill(rng, f"{rng.choice(words.STORY_HEROES)} {rng.choice(words.STORY_EVENTS)}")
-    request, closer = rng.choice(words.STORY_REQUESTS), rng.choice(words.STORY_CLOSERS)
+    core = _fill(rng, f"{rng.choice(patterns.STORY_HEROES)} {rng.choice(patterns.STORY_EVENTS)}")
+    request, closer = rng.choice(patterns.STORY_REQUESTS), rng.choice(patterns.STORY_CLOSERS)
     return DemoPrompt(core, f"{request.format(core)} {_fill(rng, closer)}".rstrip(), is_story=True)
 
 
 # The square root: patterns of many sentences come more often, but do not drown those of a few.
-_CUMULATIVE_WEIGHTS = tuple(itertools.accumulate(math.sqrt(_num_sentences(p)) for p in words.QUESTIONS))
+_CUMULATIVE_WEIGHTS = tuple(itertools.accumulate(math.sqrt(_num_sentences(p)) for p in patterns.QUESTIONS))
 
 
 def _question(rng: random.Random) -> DemoPrompt:
-    core = _fill(rng, rng.choices(words.QUESTIONS, cum_weights=_CUMULATIVE_WEIGHTS)[0])
-    opener, closer = rng.choice(words.QUESTION_OPENERS), rng.choice(words.QUESTION_CLOSERS)
+    core = _fill(rng, rng.choices(patterns.QUESTIONS, cum_weights=_CUMULATIVE_WEIGHTS)[0])
+    opener, closer = rng.choice(patterns.QUESTION_OPENERS), rng.choice(patterns.QUESTION_CLOSERS)
     return DemoPrompt(core, f"{opener}{core} {closer}".rstrip(), is_story=False)
 
 

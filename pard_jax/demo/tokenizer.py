@@ -9,13 +9,13 @@ no merge leads to it, and a target that never saw it in training has no reason t
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pard_jax import cli
+from pard_jax.demo.samples import read_samples
 from pard_jax.weights.save import new_directory, write_json
 
 if TYPE_CHECKING:
@@ -102,38 +102,13 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
 
 
 def read_texts(path: Path) -> Iterator[str]:
-    """The contents of all messages of a corpus, line by line, with a progress bar on stderr.
+    """The contents of all messages of a corpus, with a progress bar on stderr.
 
     Raises:
-        ValueError: a line that is no JSON object with messages, or no line at all; the message names it.
-        OSError: the file cannot be read.
+        ValueError, OSError: see :func:`pard_jax.demo.samples.read_samples`.
     """
-    from tqdm import tqdm
-
-    found = False
-    with path.open("rb") as file, tqdm(total=path.stat().st_size, unit="B", unit_scale=True, desc="reading") as bar:
-        for number, line in enumerate(file, 1):
-            bar.update(len(line))
-            if line.strip():
-                found = True
-                yield from _contents(line, f"{path}, line {number}")
-    if not found:
-        raise ValueError(f"{path} holds no samples")
-
-
-def _contents(line: bytes, where: str) -> list[str]:
-    try:
-        sample: Any = json.loads(line)
-    except ValueError as e:  # no JSON, or no UTF-8
-        raise ValueError(f"{where} is not valid JSON: {e}") from None
-    messages = sample.get("messages") if isinstance(sample, dict) else None
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{where}: expected an object with a list of 'messages', got {sample!r:.80}")
-    contents = [message.get("content") if isinstance(message, dict) else None for message in messages]
-    texts = [content for content in contents if isinstance(content, str)]
-    if len(texts) != len(messages):
-        raise ValueError(f"{where}: every message must have a 'content' of text, got {messages!r:.80}")
-    return texts
+    for _, sample in read_samples(path):
+        yield from (message["content"] for message in sample["messages"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

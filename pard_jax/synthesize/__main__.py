@@ -21,6 +21,7 @@ from pard_jax.synthesize.conversations import Magpie, Prompts, Sampling, Source,
 from pard_jax.synthesize.store import Store
 from pard_jax.synthesize.turns import Turns, derive_turns
 from pard_jax.tokenizer import Tokenizer, load_tokenizer
+from pard_jax.utf8 import read_text
 
 EPILOG = """\
 examples:
@@ -36,7 +37,7 @@ _CHUNK = 64  # turns are short: a longer chunk would be padding for the most par
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns the exit status, see :func:`pard_jax.cli.run_command`."""
-    return cli.run_command(lambda: _synthesize(_parser().parse_args(argv)))
+    return cli.run_command(lambda: _synthesize(_parser().parse_args(argv)), if_out_of_memory=cli.ENGINE_MEMORY)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -85,10 +86,7 @@ def _synthesize(args: argparse.Namespace) -> None:
     openers = [] if args.openers is None else _read_openers(Path(args.openers))
     prompts = None if args.prompts is None else read_prompts([], args.prompts)
 
-    device = report.start_jax()
-    if (signs := report.missed_accelerator()) is not None:
-        _say(report.cpu_warning(signs))
-    about_device = report.describe_device(device)  # before its memory is taken
+    _, about_device = cli.open_device()
     start = time.monotonic()
     directory = resolve_target(args.model, revision=args.revision)
     limit = ModelConfig.from_pretrained(directory).max_position_embeddings
@@ -97,11 +95,11 @@ def _synthesize(args: argparse.Namespace) -> None:
     _size_engine(args, source, limit)
     with Store(Path(args.output), _settings(args, source)) as store:
         if store.kept:
-            _say(f"going on     with {store.kept} samples of {args.output}")
+            cli.say(f"going on     with {store.kept} samples of {args.output}")
         loaded = load_engine(directory, cli.engine_config(args), tokenizer=tokenizer)
-        _say(about_device)
-        _say(report.describe_settings(loaded.settings, args.max_num_seqs, args.tensor_parallel_size))
-        _say(f"loaded       in {time.monotonic() - start:.1f} s")
+        cli.say(about_device)
+        cli.say(report.describe_settings(loaded.settings, args.max_num_seqs, args.tensor_parallel_size))
+        cli.say(f"loaded       in {time.monotonic() - start:.1f} s")
         _run(args, loaded, source, turns, store)
 
 
@@ -126,10 +124,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _read_openers(path: Path) -> list[str]:
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as e:
-        raise ValueError(f"{path} is not UTF-8 text: {e}") from None
+    lines = read_text(path).split("\n")
     # A space at the end would be a token of its own, which no model expects before a word.
     lines = [line.strip() for line in lines if not line.startswith("#")]
     openers = [line.replace("\\n", "\n") for line in lines if line]
@@ -162,9 +157,20 @@ def _messages(prompt: Prompt, system: str | None) -> list[dict[str, str]] | None
 
 
 def _size_engine(args: argparse.Namespace, source: Source, limit: int) -> None:
-    """Fill in the engine's flags that were not given."""
+    """Fill in the engine's flags that were not given; refuse turns that can never be so long."""
+    whose, most = (
+        ("the model's limit", limit) if args.max_model_len is None else ("--max-model-len", args.max_model_len)
+    )
+    for name in ("max_tokens", "user_max_tokens") if source.writes_user else ("max_tokens",):
+        if (value := getattr(args, name)) >= most:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {value} leaves no room for a prompt: {whose} is {most} tokens, prompt and "
+                "answer together; lower it"
+            )
+    longest = source.longest_prompt(args.user_max_tokens) + args.max_tokens
+    if longest > most:
+        cli.say(f"note         answers end where prompt and answer are {most} tokens, {whose}")
     if args.max_model_len is None:
-        longest = source.longest_prompt(args.user_max_tokens) + args.max_tokens
         args.max_model_len = min(longest, limit)
     if args.prefill_chunk_size is None:
         args.prefill_chunk_size = min(_CHUNK, args.max_model_len)
@@ -200,10 +206,10 @@ def _sampling(args: argparse.Namespace, end_ids: Sequence[int] = ()) -> Sampling
 
 def _run(args: argparse.Namespace, loaded: Loaded, source: Source, turns: Turns | None, store: Store) -> None:
     engine = loaded.engine
-    _say("compiling    ...")
+    cli.say("compiling    ...")
     start = time.monotonic()
     engine.warm_up()
-    _say(f"compiled     in {time.monotonic() - start:.1f} s")
+    cli.say(f"compiled     in {time.monotonic() - start:.1f} s")
 
     sampling = _sampling(args, () if turns is None else turns.end_ids)
     synthesis = Synthesis(
@@ -223,17 +229,13 @@ def _run(args: argparse.Namespace, loaded: Loaded, source: Source, turns: Turns 
         synthesis.run(wanted, progress)
     seconds = time.monotonic() - start
     dropped = ", ".join(f"{count} {reason}" for reason, count in store.dropped.most_common())
-    _say(f"samples      {store.kept} in {args.output}, {store.kept - begun} of them new")
-    _say(f"dropped      {sum(store.dropped.values())}{f' ({dropped})' if dropped else ''}")
-    _say(f"tokens       {store.num_tokens} in the samples' answers")
-    _say(
+    cli.say(f"samples      {store.kept} in {args.output}, {store.kept - begun} of them new")
+    cli.say(f"dropped      {sum(store.dropped.values())}{f' ({dropped})' if dropped else ''}")
+    cli.say(f"tokens       {store.num_tokens} in the samples' answers")
+    cli.say(
         f"speed        {synthesis.num_tokens} tokens written in {seconds:.1f} s: "
         f"{synthesis.num_tokens / max(seconds, 1e-9):,.0f} tokens/s"
     )
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ def main(argv: list[str] | None = None) -> int:
     def command() -> None:
         run.run(options.parser().parse_args(argv))
 
-    return cli.run_command(command)
+    return cli.run_command(command, if_out_of_memory=options.MEMORY)
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ class Checkpoints:
     def __init__(self, directory: str | Path, *, settings: Mapping[str, Any], keep: int = 2) -> None:
         if keep < 1:
             raise ValueError(f"keep must be at least 1 checkpoint, got {keep}")
+        check_settings(directory, settings)
         self.directory = Path(directory).expanduser().absolute()
         self.directory.mkdir(parents=True, exist_ok=True)
         self._manager = ocp.CheckpointManager(
@@ -60,36 +61,8 @@ class Checkpoints:
             ),
         )
         self._current: int | None = None  # the step this object saved or restored last
-        try:
-            self._check_settings(settings)
-        except BaseException:
-            self.close()
-            raise
-
-    def _check_settings(self, settings: Mapping[str, Any]) -> None:
-        path = self.directory / SETTINGS
-        encoded = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
         if not self.steps:  # of a run that ended before its first checkpoint nothing is left to contradict
-            _write(path, encoded)
-            return
-        try:
-            before = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as e:
-            raise ValueError(
-                f"{self.directory} holds checkpoints, but its {SETTINGS} cannot be read ({e}), so it cannot be told "
-                "whether they belong to this run; choose another directory"
-            ) from None
-        old, new = _flat(before), _flat(json.loads(encoded))
-        differing = [
-            f"{key}: {_shown(old, key)} there, {_shown(new, key)} now"
-            for key in sorted(old.keys() | new.keys())
-            if _shown(old, key) != _shown(new, key)
-        ]
-        if differing:
-            raise ValueError(
-                f"the run in {self.directory} was started with other settings ({'; '.join(differing)}); "
-                "resume it with its own, or choose another directory"
-            )
+            _write(self.directory / SETTINGS, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
     @property
     def steps(self) -> list[int]:
@@ -191,6 +164,35 @@ class Checkpoints:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def check_settings(directory: str | Path, settings: Mapping[str, Any]) -> None:
+    """Refuse to go on from checkpoints of other settings. Looks at the files alone, and writes nothing.
+
+    Raises:
+        ValueError: the settings differ (every key is listed), or cannot be read.
+    """
+    directory = Path(directory).expanduser().absolute()
+    if not any(entry.name.isdigit() for entry in directory.glob("*")):
+        return
+    try:
+        before = json.loads((directory / SETTINGS).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise ValueError(
+            f"{directory} holds checkpoints, but its {SETTINGS} cannot be read ({e}), so it cannot be told "
+            "whether they belong to this run; choose another directory"
+        ) from None
+    old, new = _flat(before), _flat(json.loads(json.dumps(settings)))  # as they would be read back
+    differing = [
+        f"{key}: {_shown(old, key)} there, {_shown(new, key)} now"
+        for key in sorted(old.keys() | new.keys())
+        if _shown(old, key) != _shown(new, key)
+    ]
+    if differing:
+        raise ValueError(
+            f"the run in {directory} was started with other settings ({'; '.join(differing)}); "
+            "resume it with its own, or choose another directory"
+        )
 
 
 def _write(path: Path, text: str) -> None:

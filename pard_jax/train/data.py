@@ -27,6 +27,7 @@ from jaxtyping import Bool, Int32
 from tqdm.auto import tqdm
 
 from pard_jax.tokenizer import Tokenizer
+from pard_jax.utf8 import not_utf8
 
 TEXT_FORMS = ("messages", "conversation", "text")
 PREFETCH_DEPTH = 2
@@ -84,6 +85,8 @@ def read_samples(
                         continue
                     try:
                         samples.append(_sample(_parse(line), tokenizer, vocab_size, include_prompt, retokenize))
+                    except UnicodeDecodeError as e:
+                        raise ValueError(f"{path}, {not_utf8(e, number)}") from None
                     except ValueError as e:
                         raise ValueError(f"{path}, line {number}: {e}") from None
                     if len(samples) == max_samples:
@@ -96,8 +99,11 @@ def read_samples(
 
 def _parse(line: bytes) -> dict[str, Any]:
     try:
-        entry = json.loads(line)
+        # Left to itself, json takes what looks like UTF-16 for it; the first line may begin with UTF-8's own mark.
+        entry = json.loads(line.decode("utf-8-sig"))
     except ValueError as e:  # json.JSONDecodeError, UnicodeDecodeError
+        if isinstance(e, UnicodeDecodeError) and e.reason != "unexpected end of data":
+            raise
         if not line.endswith(b"\n"):
             raise ValueError(
                 f"the last line ends in the middle ({e}); the file was cut off while it was written or copied: "
@@ -242,6 +248,16 @@ def split(samples: Sequence[Sample], *, held_out: int, seed: int) -> tuple[list[
         raise ValueError(f"held_out={held_out} of {len(samples)} samples; expected 0 to {len(samples) - 1}")
     chosen = set(np.random.default_rng(seed).choice(len(samples), held_out, replace=False).tolist())
     return [s for i, s in enumerate(samples) if i not in chosen], [samples[i] for i in sorted(chosen)]
+
+
+def with_prompts(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples with every token in the loss, as :func:`read_samples` gives them with ``include_prompt``."""
+    whole = []
+    for sample in samples:
+        mask = np.ones_like(sample.loss_mask)
+        mask[0] = False
+        whole.append(Sample(sample.token_ids, mask))
+    return whole
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pard_jax.config import ModelConfig
-from pard_jax.models import bind, init_params
+from pard_jax.models import bind
 from pard_jax.train.cod import all_rows, lay_out
 from pard_jax.train.loss import coefficients, cross_entropy
 from pard_jax.train.objective import Objective
@@ -21,10 +21,8 @@ from pard_jax.weights import load_params
 NORM_SCALES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08)
 
 
-def from_checkpoint(
-    directory: Path, layers: Sequence[int] | None = None, *, progress: bool = True
-) -> tuple[ModelConfig, dict[str, Any], dict[str, Any]]:
-    """Config, ``config.json`` and float32 parameters of a checkpoint, with all of its layers or some.
+def config_of_checkpoint(directory: Path, layers: Sequence[int] | None = None) -> tuple[ModelConfig, dict[str, Any]]:
+    """Config and ``config.json`` of a checkpoint, with all of its layers or some. Reads no weights.
 
     Args:
         layers: indices of the layers to keep, in the order in which they shall stand; None for all.
@@ -34,28 +32,40 @@ def from_checkpoint(
     """
     config = ModelConfig.from_pretrained(directory)
     config_json = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    for layer in layers or ():
+    if layers is None:
+        return config, config_json
+    for layer in layers:
         if not 0 <= layer < config.num_layers:
             raise ValueError(f"layer {layer} was asked for; {directory} has layers 0 to {config.num_layers - 1}")
-    params = load_params(directory, config, dtype="float32", progress=progress)
-    if layers is None:
-        return config, config_json, params
-    kept = np.asarray(layers)
-    params = {**params, "layers": jax.tree.map(lambda x: x[kept], params["layers"])}
     config_json["num_hidden_layers"] = len(layers)
     if isinstance(config_json.get("layer_types"), list):
         config_json["layer_types"] = [config_json["layer_types"][i] for i in layers]
-    return ModelConfig.from_hf(config_json), config_json, params
+    return ModelConfig.from_hf(config_json), config_json
 
 
-def from_config(path: Path, seed: int) -> tuple[ModelConfig, dict[str, Any], dict[str, Any]]:
-    """The same with random parameters, of a ``config.json``."""
+def from_checkpoint(
+    directory: Path, layers: Sequence[int] | None = None, *, progress: bool = True
+) -> tuple[ModelConfig, dict[str, Any], dict[str, Any]]:
+    """Config, ``config.json`` and float32 parameters of a checkpoint: see :func:`config_of_checkpoint`."""
+    config, config_json = config_of_checkpoint(directory, layers)
+    params = load_params(directory, ModelConfig.from_pretrained(directory), dtype="float32", progress=progress)
+    if layers is not None:
+        kept = np.asarray(layers)
+        params = {**params, "layers": jax.tree.map(lambda x: x[kept], params["layers"])}
+    return config, config_json, params
+
+
+def config_of_file(path: Path) -> tuple[ModelConfig, dict[str, Any]]:
+    """Config and contents of a ``config.json``, wherever it lies.
+
+    Raises:
+        ValueError: it is no JSON, or see :meth:`pard_jax.config.ModelConfig.from_hf`.
+    """
     try:
         config_json = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as e:
         raise ValueError(f"{path} is not valid JSON: {e}") from None
-    config = ModelConfig.from_hf(config_json)
-    return config, config_json, init_params(config, dtype=jnp.float32, seed=seed)
+    return ModelConfig.from_hf(config_json), config_json
 
 
 def calibrate_norm(objective: Objective, params: dict[str, Any], batch: dict[str, np.ndarray]) -> float:

@@ -11,6 +11,11 @@ from pard_jax.train.cod import CodConfig
 from pard_jax.train.optimizer import OPTIMIZERS, SCHEDULES, OptimizerConfig
 
 MAX_BLOCKS = 128  # as many as are ever drafted
+# What to do when memory runs out.
+MEMORY = (
+    "split the updates with --accumulation, add --remat, lower --length or --batch-size (and --evaluation-batch, if it "
+    "was an evaluation), or use more --devices"
+)
 DESCRIPTION = "Train a PARD draft by conditional drop (COD), or a model from the next token on (-k 1)."
 EXAMPLES = """\
 examples:
@@ -128,8 +133,8 @@ _LEAST = (
 )
 
 
-def check(args: argparse.Namespace, num_devices: int) -> None:
-    """Refuse what contradicts itself, before anything is loaded.
+def check(args: argparse.Namespace) -> None:
+    """Refuse what contradicts itself, before anything is read.
 
     Raises:
         ValueError: it does.
@@ -153,13 +158,22 @@ def check(args: argparse.Namespace, num_devices: int) -> None:
         raise ValueError(f"--epochs must be above 0, got {args.epochs}")
     if Path(args.output).exists() and not Path(args.output).is_dir():
         raise ValueError(f"--output {args.output} is a file; name a directory")
+    if not 0 <= args.distill_weight <= 1:
+        raise ValueError(f"--distill-weight must be in [0, 1], got {args.distill_weight}")
+    check_split(args, 1)
+
+
+def check_split(args: argparse.Namespace, num_devices: int) -> None:
+    """Refuse a batch that so many devices cannot share.
+
+    Raises:
+        ValueError: it is no multiple of what they take at once.
+    """
     if args.batch_size % (args.accumulation * num_devices):
         raise ValueError(
             f"a batch of {args.batch_size} rows cannot be split into {args.accumulation} pass(es) over "
             f"{num_devices} device(s); choose a multiple of {args.accumulation * num_devices}"
         )
-    if not 0 <= args.distill_weight <= 1:
-        raise ValueError(f"--distill-weight must be in [0, 1], got {args.distill_weight}")
 
 
 def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:

@@ -7,7 +7,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -134,12 +134,7 @@ def train(
         clock, since = now, last
         for (at, _), logged in zip(pending, values, strict=True):
             numbers = {name: float(value) for name, value in logged.items()}
-            if not all(map(math.isfinite, numbers.values())):
-                raise FloatingPointError(
-                    f"the loss of step {at} is {numbers['loss']}, its gradient norm {numbers['grad_norm']}; the "
-                    f"checkpoint of step {saved} is intact. Lower the learning rate, lengthen the warm-up, or look at "
-                    "the samples"
-                )
+            _check_finite(numbers, at, saved)
             log.write(at, **numbers, learning_rate=float(rate(at - 1)), tokens_per_second=speed)
         bar.set_postfix(loss=f"{float(values[-1]['loss']):.3f}", tok_s=f"{speed:,.0f}")
         pending.clear()
@@ -150,11 +145,7 @@ def train(
             return
         before = time.monotonic()
         evaluation = evaluator(state.params)
-        if not math.isfinite(evaluation.loss):
-            raise FloatingPointError(
-                f"the held-out loss of step {step} is {evaluation.loss}; the checkpoint of step {saved} is intact. "
-                "Lower the learning rate, or look at the samples"
-            )
+        _check_finite({"held-out loss": evaluation.loss}, step, saved)
         log.write_evaluation(step, **_flat(evaluation))
         say(
             f"step {step}: held-out loss {evaluation.loss:.3f}, acceptance length {evaluation.acceptance_length:.3f} "
@@ -199,6 +190,16 @@ def train(
         evaluate()
     seconds = timed_seconds / timed_steps if timed_steps else float("nan")
     return Outcome(state.params, step, evaluation, step < num_steps, seconds)
+
+
+def _check_finite(numbers: Mapping[str, float], step: int, saved: int) -> None:
+    """Refuse to go on with numbers that are none; ``saved``: the step of the last checkpoint."""
+    if not all(map(math.isfinite, numbers.values())):
+        listed = ", ".join(f"{name} of step {step} is {value}" for name, value in numbers.items())
+        kept = f"the checkpoint of step {saved} is intact" if saved else "no checkpoint was written yet"
+        raise FloatingPointError(
+            f"{listed}; {kept}. Lower the learning rate, lengthen the warm-up, or look at the samples"
+        )
 
 
 def _flat(evaluation: Evaluation) -> dict[str, float]:

@@ -26,8 +26,8 @@ from pard_jax.config import ModelConfig
 from pard_jax.models import abstract_params
 from pard_jax.weights import names, orbax
 from pard_jax.weights.cache import cached_directory, stamp
-from pard_jax.weights.checkpoint import DTYPES, SINGLE, StoredTensor, read_headers, read_into
-from pard_jax.weights.errors import CheckpointError
+from pard_jax.weights.checkpoint import DTYPES, INDEX, SINGLE, StoredTensor, read_headers, read_into
+from pard_jax.weights.errors import CheckpointError, CheckpointNotFoundError
 from pard_jax.weights.save import LazyTensor, new_directory, write_json, write_tensors
 
 KEY = "pard_embedding"
@@ -67,8 +67,9 @@ def strip_embedding(
         overwrite: replace a directory that is not empty.
 
     Raises:
-        CheckpointError: a directory holds another model than its config says; or other rows than these differ from the
-            target's, in the dtype that the draft is stored in: the message says how many.
+        CheckpointError: a directory holds another model than its config says, or a draft that is stripped already; the
+            target's embedding has another width; or other rows than these differ from the target's, in the dtype that
+            the draft is stored in: the message says how many.
         ValueError: a head that is not tied, no row named, or one outside of the vocabulary.
         FileNotFoundError, FileExistsError: see :func:`pard_jax.weights.load_params` and :func:`new_directory`.
     """
@@ -86,7 +87,12 @@ def strip_embedding(
     if outside := [i for i in kept if not 0 <= i < config.vocab_size]:
         raise ValueError(f"row {outside[0]} is not in the draft's vocabulary of {config.vocab_size} ids")
 
-    stored = {name: t for name, t in read_headers(draft).items() if not names.is_ignored(name, tied=True)}
+    stored = {name: t for name, t in _draft_headers(draft).items() if not names.is_ignored(name, tied=True)}
+    if ROWS in stored and EMBEDDING not in stored:
+        raise CheckpointError(
+            f"{draft} is stripped already: it holds {ROWS} and no {EMBEDDING}; give the whole draft, which "
+            "python -m convert assemble-draft makes of it"
+        )
     expected = names.stored_tensors(abstract_params(config, np.float32))
     names.check_tensors(
         str(draft),
@@ -95,7 +101,7 @@ def strip_embedding(
         [(name, tensor.dtype) for name, tensor in stored.items() if tensor.dtype not in DTYPES],
     )
     embedding = _read(stored.pop(EMBEDDING))
-    theirs = _target_rows(target, embedding.shape, embedding.dtype)
+    theirs = _target_rows(target, draft, embedding.shape, embedding.dtype)
     kept |= {*range(len(theirs), len(embedding))}
     ids = np.array(sorted(kept), np.int64)
     differs = (_bits(embedding[: len(theirs)]) != _bits(theirs)).any(axis=1)
@@ -133,12 +139,24 @@ def assemble(stripped: str | Path, target: str | Path, out: str | Path, *, overw
     """
     stripped, target = Path(stripped), Path(target)
     config = ModelConfig.from_pretrained(stripped)
-    config_json = _config_json(stripped)
-    if (lender := config_json.pop(KEY, None)) != "target":
-        raise CheckpointError(f'{stripped}/config.json says "{KEY}": {json.dumps(lender)}; expected "target"')
-    stored = read_headers(stripped)
+    stored = _draft_headers(stripped)
+    if ROWS not in stored and EMBEDDING in stored:
+        raise CheckpointError(
+            f"{stripped} holds a whole draft, with its {EMBEDDING}, to which nothing is to be added; expected a "
+            "directory that python -m convert strip-draft wrote"
+        )
     if lacking := [name for name in (ROWS, IDS) if name not in stored]:
-        raise CheckpointError(f"{stripped} lacks {' and '.join(lacking)}, which a draft without an embedding needs")
+        raise CheckpointError(
+            f"{stripped} lacks {' and '.join(lacking)}, which a draft without an embedding needs; strip the whole "
+            "draft again (python -m convert strip-draft)"
+        )
+    config_json = _config_json(stripped)
+    says = f'says "{KEY}": {json.dumps(config_json[KEY])}' if KEY in config_json else f'has no "{KEY}"'
+    if config_json.pop(KEY, None) != "target":
+        raise CheckpointError(
+            f'{stripped}/config.json {says}; expected "target", as python -m convert strip-draft writes it: strip the '
+            "whole draft again, or write it there"
+        )
     rows, ids = _read(stored.pop(ROWS)), _read_ids(stored.pop(IDS))
     size = config.vocab_size
     if rows.shape != (len(ids), config.hidden_size) or not ((ids >= 0) & (ids < size)).all():
@@ -149,7 +167,7 @@ def assemble(stripped: str | Path, target: str | Path, out: str | Path, *, overw
 
     def embedding() -> np.ndarray:
         full = np.zeros((size, config.hidden_size), rows.dtype)
-        theirs = _target_rows(target, full.shape, rows.dtype)
+        theirs = _target_rows(target, stripped, full.shape, rows.dtype)
         if lost := {*range(len(theirs), size)} - {*ids.tolist()}:
             raise CheckpointError(
                 f"{target} has {len(theirs)} rows of embedding, but {stripped} needs {size} and brings {len(ids)}; "
@@ -183,7 +201,22 @@ def assembled(stripped: Path, target: Path) -> Path:
     return cached_directory(name, functools.partial(assemble, stripped, target))
 
 
-def _target_rows(target: Path, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def _draft_headers(directory: Path) -> dict[str, StoredTensor]:
+    """The tensors of a draft, which must be a Hugging Face directory."""
+    if orbax.is_orbax(directory):
+        raise CheckpointError(
+            f"{directory} is an Orbax directory; expected a draft's Hugging Face directory, which "
+            "python -m convert orbax-to-hf makes of it"
+        )
+    if not (directory / INDEX).is_file() and not any(directory.glob("*.safetensors")):
+        raise CheckpointNotFoundError(
+            f"{directory} holds a config.json, but no *.safetensors; expected a draft's Hugging Face directory, "
+            "weights included"
+        )
+    return read_headers(directory)
+
+
+def _target_rows(target: Path, draft: Path, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """The first rows of the target's embedding, as many as there are but at most ``shape[0]``, in ``dtype``."""
     read: Callable[[np.ndarray, tuple[slice, ...]], Any]
     if orbax.is_orbax(target):
@@ -200,7 +233,8 @@ def _target_rows(target: Path, shape: tuple[int, ...], dtype: np.dtype) -> np.nd
         read = lambda out, index: read_into(out, tensor, index)  # noqa: E731
     if lent[1:] != shape[1:]:
         raise CheckpointError(
-            f"the draft takes its embedding from its target, which must be {shape[1]} wide; {target} has {list(lent)}"
+            f"{target} has an embedding of {list(lent)}, and that of {draft} is {shape[1]} wide; a draft takes its "
+            "embedding from the target that it was trained for: name that one"
         )
     rows = np.empty((min(lent[0], shape[0]), shape[1]), dtype)
     read(rows, (slice(0, len(rows)), slice(0, shape[1])))

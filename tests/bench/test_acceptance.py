@@ -35,8 +35,14 @@ def test_counts_and_rates() -> None:
     assert (found.num_steps, found.num_tokens, found.length) == (5, 8, 8 / 5)
     assert found.histogram == [3, 1, 1, 0]
     assert found.per_position == [2 / 5, 1 / 5, 0.0]
-    # Where no end is cut, the length is one token of the target's and what it accepted.
-    assert found.length == pytest.approx(1 + sum(found.per_position))
+
+
+def test_one_count_gives_length_and_rates_where_an_end_is_cut() -> None:
+    """The last step's two tokens are both drafts: it counts as the three that it would have given."""
+    found = Acceptance.count([Trace.of([3, 1, 2], 4)], 3)
+    assert (found.num_steps, found.num_tokens) == (3, 6)
+    assert found.length == pytest.approx(1 + 4 / 3) == pytest.approx(1 + sum(found.per_position))
+    assert found.per_position == [2 / 3, 2 / 3, 0.0]
 
 
 def test_nothing_to_count() -> None:

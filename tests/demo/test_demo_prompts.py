@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pard_jax.demo import words
+from pard_jax.demo import patterns, words
 from pard_jax.demo.prompts import DemoPrompt, expand, generate_prompts, main
 
 NUM = 100_000
@@ -41,8 +41,8 @@ def test_three_of_five_ask_for_stories_from_first_to_last(prompts: list[DemoProm
 
 def test_there_are_prompts_for_more_than_200_000() -> None:
     # Questions are the scarce kind: 200 000 prompts need 80 000 of them, and they are distinct by construction.
-    cores = {core for pattern in words.QUESTIONS for core in expand(pattern)}
-    assert len(cores) * len(set(words.QUESTION_OPENERS)) * len(set(words.QUESTION_CLOSERS)) > 200_000
+    cores = {core for pattern in patterns.QUESTIONS for core in expand(pattern)}
+    assert len(cores) * len(set(patterns.QUESTION_OPENERS)) * len(set(patterns.QUESTION_CLOSERS)) > 200_000
 
 
 def test_articles_fit_the_words_that_follow(prompts: list[DemoPrompt]) -> None:
@@ -66,16 +66,21 @@ def test_prompts_are_clean_sentences(prompts: list[DemoPrompt]) -> None:
 
 
 def test_every_pattern_names_lists_that_exist_and_every_list_is_used() -> None:
-    patterns = (
-        *words.QUESTIONS,
-        *words.STORY_HEROES,
-        *words.STORY_EVENTS,
-        *words.STORY_STARTS,
-        *words.STORY_CLOSERS,
+    with_slots = (
+        *patterns.QUESTIONS,
+        *patterns.STORY_HEROES,
+        *patterns.STORY_EVENTS,
+        *patterns.STORY_STARTS,
+        *patterns.STORY_CLOSERS,
     )
-    assert {slot for pattern in patterns for slot in re.findall(r"\{(\w+)\}", pattern)} == set(words.WORDS)
+    assert {slot for pattern in with_slots for slot in re.findall(r"\{(\w+)\}", pattern)} == set(words.WORDS)
     for name, items in words.WORDS.items():
         assert len(set(items)) == len(items), name
+
+
+def test_every_story_request_says_how_long() -> None:
+    for request in (*patterns.STORY_REQUESTS, *patterns.STORY_STARTS):
+        assert re.search(r"\b(two|three|four|few) ([a-z]+ )?sentences|one short paragraph|begin with", request), request
 
 
 def test_expand_gives_every_combination() -> None:
@@ -96,7 +101,7 @@ def test_held_out_cores_are_never_trained_on_whatever_the_seed(prompts: list[Dem
 
 def test_the_patterns_can_be_exhausted(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("STORY_HEROES", "STORY_EVENTS", "STORY_REQUESTS", "STORY_CLOSERS", "STORY_STARTS"):
-        monkeypatch.setattr(words, name, ("{}",) if name == "STORY_REQUESTS" else ("one",))
+        monkeypatch.setattr(patterns, name, ("{}",) if name == "STORY_REQUESTS" else ("one",))
     with pytest.raises(ValueError, match="there are not so many prompts: asked for 100"):
         list(generate_prompts(100))
 

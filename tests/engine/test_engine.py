@@ -1,17 +1,9 @@
-"""The host side: requests join, leave, stream and are aborted while others run, and nothing compiles on the way."""
+"""The host side: requests join, leave and are aborted while others run."""
 
 from __future__ import annotations
 
-import itertools
-import string
-import subprocess
-import sys
 import threading
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,45 +12,24 @@ from pard_jax.decoding.drafters import NoDrafter
 from pard_jax.decoding.state import MAX_STOP_TOKEN_IDS
 from pard_jax.engine.engine import Engine
 from pard_jax.engine.memory import Speculation
+from tests.engine.alphabets import DIGITS, LOWER, UPPER, follows, text_of
 from tests.helpers.engine import (
     ScriptedEngine,
-    count_compiles,
     drain,
     generate,
     params_of_request,
     plan_for,
-    scripted,
     submit,
     table_config,
     table_params,
     tokens_of,
 )
-from tests.helpers.models import full_forward, model_config, random_params
-from tests.helpers.reference import greedy
-
-LOWER, UPPER, DIGITS = string.ascii_lowercase, string.ascii_uppercase, string.digits
 
 
-@pytest.fixture(params=[(12, 1), (3, 4)], ids=["12 drafts", "3 drafts, 4 steps a dispatch"])
-def engine(request: pytest.FixtureRequest) -> ScriptedEngine:
-    engine = scripted(*request.param)
+@pytest.fixture
+def engine(engine: ScriptedEngine) -> ScriptedEngine:
     engine.say(LOWER, UPPER, DIGITS, drafts=2)
     return engine
-
-
-def follows(text: str, count: int) -> str:
-    """What the script says behind ``text``."""
-    cycle = next(c for c in (LOWER, UPPER, DIGITS) if text[-1] in c)
-    at = cycle.index(text[-1]) + 1
-    return (cycle * (2 + count // len(cycle)))[at : at + count]
-
-
-def text_of(output: Any) -> str:
-    return output.outputs[0].text
-
-
-def joined(lists: Iterable[list[Any]]) -> list[Any]:
-    return list(itertools.chain.from_iterable(lists))
 
 
 # -- rows ---------------------------------------------------------------------------------------------------------
@@ -299,56 +270,6 @@ def test_usable_after_a_failure_of_a_dispatch(engine, monkeypatch):
     assert text_of(outputs["x"]) == follows("a", 60) and text_of(outputs["y"]) == follows("A", 50)
 
 
-# -- streams ------------------------------------------------------------------------------------------------------
-
-CHARACTERS = "é😀中"  # of 2, 4 and 3 bytes, none of them twice
-
-
-@pytest.mark.parametrize("right", range(4))
-@pytest.mark.parametrize("max_tokens", range(1, 20, 3))
-def test_characters_are_streamed_whole(right, max_tokens):
-    """Whichever blocks their bytes come in."""
-    engine = scripted(3, 4)
-    engine.say(b"p" + CHARACTERS.encode(), drafts=right)
-    updates: list[Any] = []
-    submit(engine, {"x": ("p", params_of_request(max_tokens=max_tokens))})
-    output = drain(engine, updates)["x"]
-    said = (CHARACTERS + "p").encode() * 3
-    assert "".join(u.text for u in updates) == text_of(output) == said[:max_tokens].decode(errors="replace")
-    assert not any("\ufffd" in u.text for u in updates[:-1])
-    assert joined(u.token_ids for u in updates) == list(said[:max_tokens])
-    assert [u.finished for u in updates] == [False] * (len(updates) - 1) + [True]
-
-
-@pytest.mark.parametrize("stop", ["hij", "z", "yza", "bcx"])
-def test_what_may_become_a_stop_string_is_held_back(engine, stop):
-    updates: list[Any] = []
-    submit(engine, {"x": ("a", params_of_request(max_tokens=40, stop=stop))})
-    output = drain(engine, updates)["x"]
-    whole = follows("a", 40)
-    text = whole[: whole.index(stop)] if stop in whole else whole
-    sent = ""
-    for update in updates:
-        sent += update.text
-        assert text.startswith(sent)  # nothing that was sent had to be taken back
-    assert sent == text_of(output) == text
-    if len(text) > 20:
-        assert len(updates) > 1 and sum(bool(u.text) for u in updates) > 1
-    assert output.outputs[0].finish_reason == ("stop" if stop in whole else "length")
-
-
-def test_streams_of_several_requests_do_not_mix(engine):
-    updates: list[Any] = []
-    submit(engine, {c: (c, params_of_request(max_tokens=33, logprobs=1)) for c in "aAbB01c"})
-    outputs = drain(engine, updates)
-    for request_id, output in outputs.items():
-        mine = [u for u in updates if u.request_id == request_id]
-        assert "".join(u.text for u in mine) == text_of(output) == follows(request_id, 33)
-        assert joined(u.token_ids for u in mine) == output.outputs[0].token_ids
-        assert joined(u.logprobs for u in mine) == output.outputs[0].logprobs
-        assert len(mine) > 2
-
-
 # -- small vocabularies, no speculation ---------------------------------------------------------------------------
 
 
@@ -384,126 +305,3 @@ def test_fewer_ids_than_logprobs_asked_for(plain):
         assert list(entry) == [(6 + i + j) % 16 for j in range(16)]
         assert [value.rank for value in entry.values()] == list(range(1, 17))
         assert np.exp([value.logprob for value in entry.values()]).sum() == pytest.approx(1, abs=1e-5)
-
-
-# -- compiling, and the host's time -------------------------------------------------------------------------------
-
-
-def mixed_workload(engine: Engine, vocab: int, longest: int, text: bool) -> None:
-    """Lengths, settings, log-probabilities, ends, joins and aborts, all in one."""
-    rng = np.random.default_rng(0)
-    settings: list[dict[str, Any]] = [
-        {},
-        {"temperature": 1.0},
-        {"temperature": 0.5, "top_k": 3, "seed": 1},
-        {"temperature": 1.5, "top_p": 0.5, "logprobs": 20},
-        {"temperature": 1.0, "min_p": 0.1, "logprobs": 0},
-        {"logprobs": 3, "min_tokens": 5},
-        {"stop_token_ids": [1, 2, 3], "ignore_eos": True},
-        {"max_tokens": longest},
-    ]
-    if text:
-        settings.append({"stop": ["ab", "zz"], "include_stop_str_in_output": True})
-    for i in range(3 * len(settings)):
-        length = [1, 2, int(rng.integers(3, longest)), longest - 1][i % 4]
-        prompt = rng.integers(0, vocab, length).tolist()
-        keys = {"max_tokens": 9} | settings[i % len(settings)]
-        keys["max_tokens"] = min(keys["max_tokens"], longest - length)
-        keys["min_tokens"] = min(keys.get("min_tokens", 0), keys["max_tokens"])
-        engine.add_request(str(i), prompt, params_of_request(**keys))
-        engine.step()
-        if i % 5 == 4:
-            engine.abort([str(i), str(i - 2)])
-    drain(engine)
-
-
-def test_nothing_compiles_after_warm_up(engine):
-    engine.warm_up()
-    with count_compiles() as compiled:
-        mixed_workload(engine, 256, 400, text=True)
-    assert not compiled
-
-
-CONFIG = model_config("llama", num_hidden_layers=1, vocab_size=64, head_dim=8)
-TARGET = random_params(CONFIG, 0)
-
-
-@pytest.fixture(scope="module")
-def windowed() -> Engine:
-    """A random model with three attention windows, and no spare slots that would hide one that is too short.
-
-    The weights are committed to a device, as loaded ones are.
-    """
-    engine = Engine(
-        CONFIG,
-        NoDrafter(),
-        jax.device_put({"target": TARGET}, jax.devices()[0]),
-        plan_for(CONFIG, Speculation(), 200, 3, chunk_size=100, smallest_window=64),
-        num_rows=3,
-        chunk_size=100,
-        steps_per_dispatch=4,
-        dtype=jnp.float32,
-    )
-    assert engine.plan.windows == (64, 128, 256)
-    return engine
-
-
-def test_warm_up_compiles_as_far_as_it_is_told(windowed):
-    """A chunk of 100 tokens needs the second window, however short the sequences are."""
-    assert windowed.warm_up(20) == 2
-    with count_compiles() as compiled:
-        mixed_workload(windowed, 64, 20, text=False)
-    assert not compiled
-    assert windowed.warm_up() == 3
-    with count_compiles() as compiled:
-        mixed_workload(windowed, 64, 200, text=False)
-    assert not compiled
-
-
-def test_windows_do_not_change_the_output(windowed):
-    """Rows pass from one window into the next while they decode, two dispatches ahead of what the host knows."""
-    logits = full_forward(CONFIG, TARGET, 256)
-    prompts = [np.random.default_rng(n).integers(0, 64, n).tolist() for n in (1, 40, 57, 58, 99, 101, 120, 199)]
-    outputs = generate(windowed, prompts, params_of_request(max_tokens=40))
-    assert tokens_of(outputs) == [greedy(logits, p, min(200, len(p) + 40)) for p in prompts]
-
-
-def test_compiles_are_seen():
-    """Else the tests above say nothing."""
-    with count_compiles() as compiled:
-        jax.jit(lambda x: x * 3 + 1)(jnp.arange(7))
-    assert compiled
-
-
-_HOST_TIME = """
-import time
-import jax, jax.numpy as jnp, numpy as np
-from pard_jax.decoding.drafters import PardDrafter
-from pard_jax.engine.engine import Engine
-from pard_jax.engine.memory import Speculation
-from tests.helpers.engine import plan_for
-from tests.helpers.models import tiny_pair
-
-pair = tiny_pair(num_layers=28)
-drafter = PardDrafter(num_speculative_tokens=4, config=pair.draft, target_vocab_size=64, max_model_len=104,
-                      mask_token_id=63)
-engine = Engine(pair.target, drafter, pair.params, plan_for(pair.target, Speculation(4, 4, pair.draft), 100, 4, 32),
-                num_rows=4, chunk_size=32, steps_per_dispatch=2, dtype=jnp.float32, speculative_slots=8)
-engine.warm_up()
-leaves = jax.tree.leaves((engine._params, engine._state))
-assert all(type(x) is type(jnp.zeros(())) for x in leaves) and len(leaves) < 64, len(leaves)
-keep, times = np.zeros(4, bool), []  # no row is active: what is left is the host's own part
-for _ in range(300):
-    start = time.perf_counter()
-    engine._run(keep, 2, engine.plan.num_slots)
-    times.append(time.perf_counter() - start)
-print(1e3 * float(np.median(times)))
-"""
-
-
-def test_a_dispatch_costs_the_host_less_than_a_millisecond():
-    """However many layers there are: a few stacked arrays are passed, no modules. Without the tests' shape checks."""
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", _HOST_TIME], capture_output=True, text=True, cwd=root)
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 1.0

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pard_jax.config import ModelConfig
 from pard_jax.synthesize.__main__ import main
 from pard_jax.tokenizer import load_tokenizer
 from tests.helpers.tokenizer import make_tokenizer
@@ -106,15 +107,36 @@ def test_the_systems_turn_is_given(run, tmp_path, tokenizer):
         ("--num-samples 3 --dtype int8", "dtype='int8' is not supported"),
         ("--num-samples 3 --temperature 3", "temperature must be in [0, 2]"),
         ("--num-samples 3 --output missing/out.jsonl", "there is no directory"),
+        ("--num-samples 3 --max-tokens LIMIT", "--max-tokens LIMIT leaves no room for a prompt: the model's limit is"),
+        ("--prompts prompts.txt --max-tokens LIMIT", "--max-tokens LIMIT leaves no room"),
+        ("--num-samples 3 --user-max-tokens LIMIT", "--user-max-tokens LIMIT leaves no room"),
+        (
+            "--num-samples 3 --max-model-len 20",
+            "--max-tokens 20 leaves no room for a prompt: --max-model-len is 20 tok",
+        ),
     ],
 )
-def test_errors(run, tmp_path, monkeypatch, flags, message):
+def test_errors(run, talker, tmp_path, monkeypatch, flags, message):
+    limit = str(ModelConfig.from_pretrained(talker).max_position_embeddings)
+    flags, message = flags.replace("LIMIT", limit), message.replace("LIMIT", limit)
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").write_text("# nothing\n\n")
     Path("prompts.txt").write_text("Why?\n")
     status, err, records = run(flags)
     assert status == 2 and err.splitlines()[-1].startswith("error: ") and message in err
     assert not records and not Path("out.jsonl").exists()
+
+
+def test_answers_that_end_at_the_models_limit(run, talker, tmp_path):
+    (tmp_path / "prompts.txt").write_text("What is it?\n")
+    limit = ModelConfig.from_pretrained(talker).max_position_embeddings
+    flags = f"--prompts {tmp_path}/prompts.txt --keep-cut-off --max-tokens"
+    status, err, _ = run(f"{flags} {limit - 1}")
+    assert status == 0 and f"note         answers end where prompt and answer are {limit} tokens, the model's" in err
+    (tmp_path / "out.jsonl").unlink()
+    (tmp_path / "out.jsonl.meta.json").unlink()
+    status, err, _ = run(f"{flags} 20")
+    assert status == 0 and "note " not in err
 
 
 def test_models_that_cannot_open_a_turn(run, talker, tmp_path):

@@ -18,7 +18,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pard_jax.train.checkpoints import Checkpoints
+from pard_jax.train.checkpoints import Checkpoints, check_settings
 
 SETTINGS = {"model": "draft", "optimizer": {"name": "adamw", "betas": (0.9, 0.999)}, "seed": 1}
 
@@ -210,7 +210,7 @@ def test_a_write_that_fails_half_way(tmp_path):
     program = """
         import resource, sys
         import numpy as np, jax.numpy as jnp
-        from pard_jax.train.checkpoints import Checkpoints
+        from pard_jax.train.checkpoints import Checkpoints, check_settings
 
         def state(seed, size=64):
             return {"w": jnp.asarray(np.random.default_rng(seed).standard_normal((size, size), np.float32))}
@@ -257,6 +257,17 @@ def test_other_settings_are_refused_key_by_key(open_run, tmp_path):
     (tmp_path / "run" / "settings.json").unlink()
     with pytest.raises(ValueError, match=r"settings\.json cannot be read"):
         open_run()
+
+
+def test_settings_are_checked_without_touching_anything(open_run, tmp_path):
+    check_settings(tmp_path / "none", {"seed": 2})
+    assert not (tmp_path / "none").exists()
+    run = open_run()
+    check_settings(tmp_path / "run", {"seed": 2})  # no checkpoint yet
+    run.save(1, make_state())
+    check_settings(tmp_path / "run", SETTINGS)
+    with pytest.raises(ValueError, match="seed: 1 there, 2 now"):
+        check_settings(str(tmp_path / "run"), SETTINGS | {"seed": 2})
 
 
 def test_settings_without_a_checkpoint_bind_nobody(open_run, tmp_path):

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from pard_jax.train.data import Batches, Packed, Sample, pack, read_samples, split
+from pard_jax.train.data import Batches, Packed, Sample, pack, read_samples, split, with_prompts
 
 VOCAB = 300
 
@@ -197,11 +197,39 @@ def test_files_that_hold_nothing_or_were_cut_off(tmp_path):
         read(write(tmp_path / "a.jsonl", "", " "))
     with pytest.raises(ValueError, match="line 2: the last line ends in the middle"):
         read(write(tmp_path / "a.jsonl", GOOD, '{"token_ids": [1, 2', end=""))
-    (tmp_path / "b.jsonl").write_bytes(b'{"text": "\xff"}\n')
-    with pytest.raises(ValueError, match=r"b\.jsonl, line 1: not valid JSON: 'utf-8'"):
-        read(tmp_path / "b.jsonl")
     with pytest.raises(FileNotFoundError):
         read(tmp_path / "none.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("line", "byte"),
+    [
+        (json.dumps(GOOD).encode("utf-16"), "byte 1 of it is 0xff"),
+        (b'{"text": "\xff"}', "byte 11 of it is 0xff"),
+        (b'{"text": "na\xefve"}', "byte 13 of it is 0xef"),
+    ],
+)
+@pytest.mark.parametrize("end", [b"", b"\n"])
+def test_other_encodings(tmp_path, line, byte, end):
+    (tmp_path / "b.jsonl").write_bytes(json.dumps(GOOD).encode() + b"\n" + line + end)
+    with pytest.raises(ValueError, match=rf"b\.jsonl, line 2: {byte}, .*the file must be UTF-8"):
+        read(tmp_path / "b.jsonl")
+
+
+def test_cut_off_within_a_character_and_a_byte_order_mark(tmp_path, tokenizer):
+    (tmp_path / "b.jsonl").write_bytes('{"text": "日'.encode()[:-1])
+    with pytest.raises(ValueError, match="line 1: the last line ends in the middle"):
+        read(tmp_path / "b.jsonl")
+    (tmp_path / "b.jsonl").write_bytes('{"text": "once upon"}\n'.encode("utf-8-sig"))
+    assert read(tmp_path / "b.jsonl", tokenizer)[0].token_ids.tolist() == tokenizer.encode("once upon")
+
+
+def test_with_prompts(tmp_path):
+    path = write(tmp_path / "a.jsonl", GOOD, {"token_ids": [7, 8, 9, 9], "loss_ranges": [[3, 4]]})
+    expected, got = read(path, include_prompt=True), with_prompts(read(path))
+    assert [s.token_ids.tolist() for s in got] == [s.token_ids.tolist() for s in expected]
+    assert [s.loss_mask.tolist() for s in got] == [s.loss_mask.tolist() for s in expected]
+    assert [s.loss_mask.tolist() for s in read(path)] == [[False, True, True], [False, False, False, True]]
 
 
 def test_text_without_a_tokenizer(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import pytest
 from pard_jax import LLM, SamplingParams
 from pard_jax.config import ModelConfig
 from pard_jax.models import abstract_params
+from pard_jax.train import data, options, run
 from pard_jax.train.__main__ import main
 from pard_jax.train.data import Batches
+from pard_jax.train.evaluate import Evaluation, Evaluator
 from pard_jax.weights import load_params
 from pard_jax.weights.names import flatten
 from pard_jax.weights.save import save_hf
@@ -138,14 +141,70 @@ def test_a_loss_that_is_no_number(base, tmp_path, capsys):
     flags = ["--learning-rate", "1e30", "--steps", "14"]
     assert main(command(base, tmp_path / "nan", *flags)) == 2
     err = capsys.readouterr().err
-    assert "loss of step" in err
+    found = re.search(
+        r"error: grad_norm of step (\d+) is (\S+), loss of step \1 is (\S+); no checkpoint was written", err
+    )
+    assert found and {found[2], found[3]} & {"nan", "inf"}
     assert "Traceback" not in err
 
 
-def test_other_settings_are_refused(base, tmp_path, capsys):
+def test_a_held_out_loss_that_is_no_number(base, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Evaluator, "__call__", lambda *_: Evaluation(float("nan"), [], 1.0, [], 0, 0))
+    assert main(command(base, tmp_path / "run", "--steps", "9")) == 2
+    assert "held-out loss of step 7 is nan; the checkpoint of step 4 is intact." in capsys.readouterr().err
+
+
+def test_other_settings_are_refused_before_anything_is_read(base, tmp_path, capsys, monkeypatch):
     assert main(command(base, tmp_path / "run", "--steps", "4")) == 0
+    capsys.readouterr()
+    for module, name in ((run, "resolve_target"), (run.data, "read_samples"), (run.cli, "open_device")):
+        monkeypatch.setattr(module, name, lambda *_, name=name, **__: pytest.fail(f"{name} was called"))
     assert main(command(base, tmp_path / "run", "--steps", "4", "--retention", "0.5")) == 2
-    assert "retention" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "retention: 0.7 there, 0.5 now" in err and err.count("\n") == 1
+
+
+def test_samples_are_refused_before_the_device_is_opened(base, tmp_path, capsys, monkeypatch):
+    (tmp_path / "bad.jsonl").write_text('{"token_ids": [5]}\n')
+    monkeypatch.setattr(run.cli, "open_device", lambda: pytest.fail("the device was opened"))
+    assert main(command(base, tmp_path / "run", "--data", str(tmp_path / "bad.jsonl"))) == 2
+    err = capsys.readouterr().err
+    assert "bad.jsonl, line 1: " in err and err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("flag", ["--prompt-loss", "--no-prompt-loss"])
+def test_files_are_read_once_whatever_is_held_out(base, tmp_path, monkeypatch, flag):
+    """What is held out counts the target's 21 tokens of a sample, what is trained on perhaps the prompt's, too."""
+    reads = []
+    whole = data.read_samples
+
+    def read(paths: Any, *args: Any, **keywords: Any) -> Any:
+        reads.append([path.name for path in paths])
+        return whole(paths, *args, **keywords)
+
+    monkeypatch.setattr(run.data, "read_samples", read)
+    args = options.parser().parse_args(command(base, tmp_path / "run", "--length", "24", flag))
+    inputs = run._read_inputs(args)
+    assert reads == [["samples.jsonl"]]
+    assert inputs.held_out is not None
+    trained = 23 if flag == "--prompt-loss" else 21
+    assert inputs.batches.packed.loss_mask.sum(axis=1).tolist() == [trained] * 190
+    assert inputs.held_out.loss_mask.sum(axis=1).tolist() == [21] * 10
+    rows = np.concatenate([inputs.batches.packed.token_ids, inputs.held_out.token_ids]).tolist()
+    samples = [json.loads(line)["token_ids"] for line in (base / "samples.jsonl").read_text().splitlines()]
+    assert sorted(rows) == sorted(samples)  # everything is in one of them
+
+
+def test_held_out_files_of_their_own(base, tmp_path):
+    other = write_samples(tmp_path / "other.jsonl", 7, seed=3)
+    flags = ["--length", "24", "--held-out-data", str(other)]
+    inputs = run._read_inputs(options.parser().parse_args(command(base, tmp_path / "run", *flags)))
+    assert inputs.held_out is not None
+    assert inputs.batches.packed.loss_mask.sum(axis=1).tolist() == [23] * 200
+    assert inputs.held_out.loss_mask.sum(axis=1).tolist() == [21] * 7
+    inputs = run._read_inputs(options.parser().parse_args(command(base, tmp_path / "run", "--held-out", "0")))
+    assert inputs.held_out is None
 
 
 @pytest.mark.parametrize(

@@ -172,8 +172,16 @@ def test_what_cannot_be_stripped(pair, tmp_path):
     refused(CheckpointError, "missing model.layers.1")
     wide = write_target(tmp_path / "wide", hidden_size=40)
     (draft / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"must be 32 wide; .*wide has \[128, 40\]"):
+    with pytest.raises(
+        CheckpointError, match=r"wide has an embedding of \[128, 40\], .*draft is 32 wide; .* name that"
+    ):
         strip_embedding(draft, wide, tmp_path / "out")
+    strip_embedding(draft, target, tmp_path / "stripped")
+    refused(CheckpointError, "stripped is stripped already: .* give the whole draft", directory=tmp_path / "stripped")
+    hf_to_orbax(draft, tmp_path / "orbax", progress=False)
+    refused(CheckpointError, "orbax is an Orbax directory; .* orbax-to-hf", directory=tmp_path / "orbax")
+    (draft / "model.safetensors").unlink()
+    refused(FileNotFoundError, r"draft holds a config.json, but no \*.safetensors; expected")
 
 
 def test_what_cannot_be_put_together(pair, tmp_path):
@@ -195,12 +203,24 @@ def test_what_cannot_be_put_together(pair, tmp_path):
         assert not (tmp_path / "out").exists()
 
     refused('says "pard_embedding": "teacher"; expected "target"', config={"pard_embedding": "teacher"})
-    refused('says "pard_embedding": null; expected "target"', config={"pard_embedding": None})
-    refused("lacks embed_rows.ids", drop="embed_rows.ids")
+    refused('says "pard_embedding": null; expected "target", .* strip the whole', config={"pard_embedding": None})
+    refused("lacks embed_rows.ids, .* strip the whole draft again", drop="embed_rows.ids")
     refused(r"expected \[1, 32\], and ids from 0 to 127", embed_rows__ids=np.array([V]))
     refused(r"is \[1, 32\] for 2 ids", embed_rows__ids=np.array([1, 2]))
     refused(r"embed_rows.ids is F32 \[1\]; expected I64", embed_rows__ids=np.zeros(1, np.float32))
-    refused("must be 32 wide", target=write_target(tmp_path / "wide", hidden_size=40))
+    refused("wide has an embedding of .*broken is 32 wide", target=write_target(tmp_path / "wide", hidden_size=40))
+    unnamed = shutil.copytree(stripped, tmp_path / "unnamed")
+    (unnamed / "config.json").write_text((draft / "config.json").read_text())
+    with pytest.raises(CheckpointError, match='has no "pard_embedding"; expected "target"'):
+        assemble(unnamed, target, tmp_path / "out")
+    with pytest.raises(
+        CheckpointError, match=r"draft holds a whole draft, with its model.embed_tokens.weight, .* strip-d"
+    ):
+        assemble(draft, target, tmp_path / "out")
+    (unnamed / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"unnamed holds a config.json, but no \*.safetensors"):
+        assemble(unnamed, target, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
     (target / "model.safetensors").unlink()
     save_file({"other": np.zeros(1)}, target / "model.safetensors")
     refused("holds no model.embed_tokens.weight to take")
