@@ -109,7 +109,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, max_model_len: str,
         help="speculative steps between two looks of the host (default: 1 on a CPU, 8 elsewhere)")  # fmt: skip
     add("--implementation", choices=IMPLEMENTATIONS, default="auto",
         help="of decoding passes: XLA's operations or our own kernels (default: auto: our kernels on one NVIDIA GPU "
-        "in 16 bits)")  # fmt: skip
+        "in bfloat16)")  # fmt: skip
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:

@@ -265,17 +265,17 @@ def make_drafter(
 
 
 def resolve_implementation(implementation: str, dtype: Any, mesh: Mesh) -> str:
-    """``"auto"`` is our kernels where they run: one NVIDIA GPU, in a 16-bit dtype.
+    """``"auto"`` is our kernels where they run: one NVIDIA GPU, in bfloat16.
 
     Raises:
         ValueError: they are asked for where they do not run.
     """
     device = mesh.devices.flat[0]
     nvidia = device.platform == "gpu" and "rocm" not in device.client.platform_version.lower()
-    runs = nvidia and mesh.size == 1 and jnp.dtype(dtype).itemsize == 2
+    runs = nvidia and mesh.size == 1 and jnp.dtype(dtype) == jnp.bfloat16
     if implementation == "pallas" and not runs:
         raise ValueError(
-            f"implementation='pallas' needs one NVIDIA GPU and bfloat16 or float16; this is {mesh.size} "
+            f"implementation='pallas' needs one NVIDIA GPU and bfloat16; this is {mesh.size} "
             f"{device.platform} device(s) in {jnp.dtype(dtype).name}: choose 'xla' or 'auto'"
         )
     if implementation != "auto":

@@ -19,7 +19,14 @@ if TYPE_CHECKING:
 
 # Before anything imports the package: its annotations are checked in tests, and only here.
 _hook = install_import_hook(
-    ["pard_jax.config", "pard_jax.decoding", "pard_jax.engine", "pard_jax.models", "pard_jax.train"],
+    [
+        "pard_jax.config",
+        "pard_jax.decoding",
+        "pard_jax.engine",
+        "pard_jax.kernels",
+        "pard_jax.models",
+        "pard_jax.train",
+    ],
     "beartype.beartype",
 )
 

@@ -29,7 +29,7 @@ def settings(method: str, drafter: Drafter, target: ModelConfig, dtype: str = "f
     return Settings(
         model=Path("target"), draft_model=Path("draft"), method=method,
         num_speculative_tokens=drafter.num_speculative_tokens, dtype=jnp.dtype(dtype), chunk_size=64,
-        steps_per_dispatch=1, plan=plan, config=target, drafter=drafter,
+        steps_per_dispatch=1, implementation="xla", plan=plan, config=target, drafter=drafter,
     )  # fmt: skip
 
 

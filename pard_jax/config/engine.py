@@ -23,7 +23,7 @@ class EngineConfig:
     steps_per_dispatch: int | None = (
         None  # speculative steps between two looks of the host; None: 1 on CPU, 8 elsewhere
     )
-    implementation: str = "auto"  # of decoding passes; auto: our kernels on one NVIDIA GPU in 16 bits, XLA elsewhere
+    implementation: str = "auto"  # of decoding passes; auto: our kernels on one NVIDIA GPU in bfloat16, XLA elsewhere
     smallest_window: int = 256  # attention reads the next power-of-two multiple of it over the longest live sequence
 
     def __post_init__(self) -> None:

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from pard_jax.kernels.tuning import attention_blocks
+from pard_jax.kernels.tuning import SLOTS, attention_blocks
 
 _MASKED = -1e30  # of a score; finite, so that differences are never NaN
 
@@ -48,9 +48,14 @@ def decode_attention(
         window: no row's new tokens end beyond it (static); it sets how the work is split, not what is read.
         qk_norm: weights of the RMS norms of each query and key head, with ``eps``; None: there are none.
         interpret: run it by Pallas' interpreter, on any platform.
+
+    Raises:
+        ValueError: the cache's slots are no multiple of 64: a block would reach beyond it.
     """
     r, t, n, h = q.shape
     m = k.shape[2]
+    if k_cache.shape[3] % SLOTS:
+        raise ValueError(f"a cache of {k_cache.shape[3]} slots a row; expected a multiple of {SLOTS}")
     blocks = attention_blocks(r, t, n // m, m, window)
     splits, padded = blocks.splits, blocks.queries
     operands = [jnp.reshape(layer, 1), starts, q, k, v, rotations, *(qk_norm or ()), k_cache, v_cache]

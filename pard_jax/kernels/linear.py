@@ -49,7 +49,7 @@ def linear(
     Sums are float32 and rounded once, after everything that is asked for here.
 
     Args:
-        x: P rows; bfloat16 or float16.
+        x: P rows, bfloat16. (float16 would overflow where the norm's weights are applied before its scale.)
         weights: stacked matrices as HF orients them; every O a multiple of 16, D one of 64.
         layer: which of them.
         norm: weights of an RMS norm of ``x`` before the products, with ``eps``. The row's scale is applied after the
@@ -62,8 +62,13 @@ def linear(
 
     Returns:
         One array a matrix.
+
+    Raises:
+        ValueError: ``x`` is not bfloat16.
     """
     rows, depth = x.shape
+    if x.dtype != jnp.bfloat16:
+        raise ValueError(f"the rows are {x.dtype}; expected bfloat16")
     out_dtype = x.dtype if out_dtype is None else out_dtype
     widths = [w.shape[1] for w in weights]
     blocks = linear_blocks(rows, depth, widths, gated=gated)

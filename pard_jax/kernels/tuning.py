@@ -30,6 +30,7 @@ class AttentionBlocks:
     stages: int
 
 
+SLOTS = 64  # the most slots of the cache that attention takes in a turn: caches are whole numbers of these
 _NUM_PROCESSORS = 132  # of an H100 or H200: fewer programs than this leave some idle
 
 
@@ -55,7 +56,7 @@ def attention_blocks(rows: int, tokens: int, group: int, num_kv_heads: int, wind
     if queries == 16 and rows * num_kv_heads >= 8 * _NUM_PROCESSORS:
         # Many small programs beside one another hide each other's latency.
         return AttentionBlocks(queries, new, slots=32, splits=1, warps=1, stages=3)
-    slots, splits = 64, 1
+    slots, splits = SLOTS, 1
     while rows * num_kv_heads * splits < _NUM_PROCESSORS and window // (2 * splits) >= 2 * slots:
         splits *= 2
     return AttentionBlocks(queries, new, slots, splits, warps=4, stages=2)

@@ -80,7 +80,14 @@ class Decoder(nnx.Module):
     ``Decoder(config, dtype=..., rngs=nnx.Rngs(0))`` makes random weights; :func:`bind` puts given ones in place.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype=jnp.float32, rngs: nnx.Rngs, implementation: str = "xla") -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype=jnp.float32,
+        rngs: nnx.Rngs,
+        implementation: str = "xla",
+    ) -> None:
         def param(shape: tuple[int, ...], *, ones: bool = False) -> nnx.Param:
             if ones:
                 return nnx.Param(jnp.ones(shape, dtype))
@@ -118,10 +125,12 @@ class Decoder(nnx.Module):
         r, t = tokens.shape
         positions = starts[:, None] + jnp.arange(t, dtype=jnp.int32)[None, :]
         x = self.embed[...][tokens]
-        if self.implementation != "xla" and isinstance(first_row, int) and runs_fused(config, r, t):
+        layers = nnx.to_pure_dict(nnx.state(self.layers))
+        from_first = isinstance(first_row, int) and first_row == 0
+        if self.implementation != "xla" and from_first and runs_fused(config, t, cache):
             x, cache, features = fused_layers(
                 config,
-                nnx.to_pure_dict(nnx.state(self.layers)),
+                layers,
                 x,
                 positions,
                 cache,
@@ -149,7 +158,6 @@ class Decoder(nnx.Module):
                 x = x + mlp(config, p, x)
             return (x, cache), (x if capture else None)
 
-        layers = nnx.to_pure_dict(nnx.state(self.layers))
         indices = jnp.arange(config.num_layers, dtype=jnp.int32)
         (x, cache), residuals = lax.scan(layer, (x, cache), (layers, indices))
         features = None if residuals is None else residuals[jnp.asarray(capture)]
@@ -204,7 +212,7 @@ class Decoder(nnx.Module):
         """Scores over the vocabulary, float32. A tied head contracts on the embedding's D axis: no transposed copy."""
         r, t, d = hidden.shape
         with jax.named_scope("lm_head"):
-            if self._fused_head(r * t):
+            if self._fused_head(hidden):
                 (scores,) = fused_linear(hidden.reshape(r * t, d), [self.head[None]], _FIRST, out_dtype=jnp.float32,
                                          interpret=self._interpret)  # fmt: skip
                 return scores.reshape(r, t, -1)
@@ -220,7 +228,7 @@ class Decoder(nnx.Module):
         """The likeliest tokens (the first among equals), of those below ``limit`` where one is given."""
         r, t, d = hidden.shape
         vocab = self.config.vocab_size
-        if self._fused_head(r * t):
+        if self._fused_head(hidden):
             with jax.named_scope("lm_head"):
                 flat = hidden.reshape(r * t, d)
                 ids = linear_argmax(flat, self.head, limit=min(limit or vocab, vocab), interpret=self._interpret)
@@ -230,8 +238,10 @@ class Decoder(nnx.Module):
             scores = jnp.where(jnp.arange(vocab)[None, None, :] < limit, scores, -jnp.inf)
         return first_argmax(scores)
 
-    def _fused_head(self, rows: int) -> bool:
-        return self.implementation != "xla" and fits_linear(rows, self.config.hidden_size, self.config.vocab_size)
+    def _fused_head(self, hidden: Array) -> bool:
+        r, t, d = hidden.shape
+        fits = hidden.dtype == jnp.bfloat16 and fits_linear(r * t, d, self.config.vocab_size)
+        return self.implementation != "xla" and fits
 
     @property
     def _interpret(self) -> bool:
@@ -281,5 +291,10 @@ def init_params(config: ModelConfig, *, dtype=jnp.float32, seed: int = 0, mesh: 
 
 
 def bind(config: ModelConfig, params: Params, implementation: str = "xla") -> Decoder:
-    """The module with ``params`` in place. Cheap, and meant to be called inside ``jit``: parameters stay arguments."""
+    """The module with ``params`` in place. Cheap, and meant to be called inside ``jit``: parameters stay arguments.
+
+    Args:
+        implementation: of passes from the first row on: "xla", or "pallas" where our kernels take them (bfloat16,
+            one NVIDIA GPU), or "interpret", the same kernels by Pallas' interpreter.
+    """
     return nnx.merge(_abstract(config, "float32", implementation)[0], nnx.State(params))

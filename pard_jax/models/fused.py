@@ -15,6 +15,7 @@ from pard_jax.config.model import ModelConfig
 from pard_jax.kernels.attention import decode_attention
 from pard_jax.kernels.linear import fits_linear
 from pard_jax.kernels.linear import linear as fused_linear
+from pard_jax.kernels.tuning import SLOTS
 from pard_jax.models.cache import KVCache
 from pard_jax.models.layer import Params, linear, mlp, qkv_projections, rms_norm
 from pard_jax.models.rope import inverse_frequencies
@@ -22,10 +23,11 @@ from pard_jax.models.rope import inverse_frequencies
 _MAX_QUERIES = 128  # new tokens times the query heads of a key/value head, which one program of attention holds
 
 
-def runs_fused(config: ModelConfig, rows: int, tokens: int) -> bool:
-    """Whether the kernels take a pass of ``tokens`` new tokens of each of ``rows`` rows."""
+def runs_fused(config: ModelConfig, tokens: int, cache: KVCache) -> bool:
+    """Whether the kernels take a pass of ``tokens`` new tokens a row over ``cache``."""
     head_dim, group = config.head_dim, config.num_heads // config.num_kv_heads
-    return head_dim >= 32 and head_dim & (head_dim - 1) == 0 and tokens * group <= _MAX_QUERIES
+    whole = cache.num_slots % SLOTS == 0 and head_dim >= 32 and head_dim & (head_dim - 1) == 0
+    return cache.k.dtype == jnp.bfloat16 and whole and tokens * group <= _MAX_QUERIES
 
 
 def fused_layers(
