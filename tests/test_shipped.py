@@ -56,11 +56,11 @@ def logits_agree(directory: Path | str) -> None:
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
-    ids = np.random.default_rng(0).integers(4, 8000, (1, 24))
+    config = ModelConfig.from_pretrained(directory)
+    ids = np.random.default_rng(0).integers(4, config.vocab_size, (1, 24))
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     with torch.no_grad():
         expected = model(torch.tensor(ids)).logits.numpy()
-    config = ModelConfig.from_pretrained(directory)
     params = load_params(directory, config, dtype="float32", progress=False)
     causal = jnp.tril(jnp.ones((24, 24), bool))[None]
     ours = bind(config, params)
