@@ -152,18 +152,20 @@ def summarize(run: Run, settings: Settings) -> str:
 
 
 def step_bytes(settings: Settings) -> int:
-    """Bytes of weights that one step reads, over all devices: the target's once, the draft's once a pass.
-
-    Of an embedding table that is no head, a step reads a few rows only; it is left out.
-    """
-
-    def read(config: ModelConfig) -> int:
-        table = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-        return (config.num_parameters - table) * settings.dtype.itemsize
-
+    """Bytes of weights that one step reads, over all devices: the target's once, the draft's once a pass."""
     drafter = settings.drafter
     passes = settings.num_speculative_tokens if settings.method == "draft_model" else 1
-    return read(settings.config) + (passes * read(drafter.config) if isinstance(drafter, ModelDrafter) else 0)
+    draft = pass_bytes(drafter.config, settings.dtype) if isinstance(drafter, ModelDrafter) else 0
+    return pass_bytes(settings.config, settings.dtype) + passes * draft
+
+
+def pass_bytes(config: ModelConfig, dtype: Any) -> int:
+    """Bytes of weights that one pass reads, over all devices.
+
+    Of an embedding table that is no head, a pass reads a few rows only; it is left out.
+    """
+    table = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    return (config.num_parameters - table) * dtype.itemsize
 
 
 def peak_memory() -> int | None:

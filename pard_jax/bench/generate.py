@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pard_jax import cli, report
 from pard_jax.bench import ours, peers, plot
+from pard_jax.bench.flags import numbers
 from pard_jax.bench.outcome import Outcome
 from pard_jax.bench.result import Measurement
 from pard_jax.bench.workload import Workload, encode_groups, read_groups
@@ -75,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--chat-template", dest="raw", action="store_false", default=False,
         help="put text through the chat template, if there is one (the default)")  # fmt: skip
     add("--no-thinking", action="store_true", help="tell the chat template enable_thinking=False")
-    add("--context", type=_numbers, metavar="N,...",
+    add("--context", type=numbers, metavar="N,...",
         help="make every prompt N tokens long: its tokens are repeated, and cut at the beginning; n-grams profit from "
         "the repetition (default: as they are)")  # fmt: skip
     add = parser.add_argument_group("models").add_argument
@@ -89,9 +90,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("measurement").add_argument
     add("--methods", type=_names, default=["plain"], metavar="METHOD,...",
         help=f"of {', '.join(METHODS)} (default: plain, which is always measured)")  # fmt: skip
-    add("-k", "--num-speculative-tokens", type=_numbers, metavar="K,...",
+    add("-k", "--num-speculative-tokens", type=numbers, metavar="K,...",
         help=f"tokens drafted a step, each in turn (default: the preset's, or {_DEFAULT_K})")  # fmt: skip
-    add("--max-num-seqs", type=_numbers, default=[1], metavar="N,...",
+    add("--max-num-seqs", type=numbers, default=[1], metavar="N,...",
         help="requests at once, each in turn; transformers' methods run at 1 alone (default: 1)")  # fmt: skip
     add("--max-tokens", type=int, default=128, metavar="N", help="new tokens a prompt (default: 128)")
     add("--ignore-eos", action=argparse.BooleanOptionalAction, default=True,
@@ -106,16 +107,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _names(text: str) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected whole numbers with commas between them, got {text!r}") from None
-    if min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"expected numbers of at least 1, got {text!r}")
-    return list(dict.fromkeys(numbers))
 
 
 def _check(args: argparse.Namespace) -> None:

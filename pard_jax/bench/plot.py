@@ -32,8 +32,13 @@ def check(path: Path) -> None:
 
 def write(path: Path, results: Sequence[Result], title: str) -> None:
     """Draw the results to a file. Of several groups of prompts, give the results of one, or of all together."""
+    save(path, draw(results, title))
+
+
+def save(path: Path, figure: Any) -> None:
+    """Write a figure in the format that the file's name ends in."""
     content = io.BytesIO()
-    draw(results, title).savefig(content, format=path.suffix[1:], dpi=150)
+    figure.savefig(content, format=path.suffix[1:], dpi=150)
     path.write_bytes(content.getvalue())
 
 

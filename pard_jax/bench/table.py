@@ -3,20 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pard_jax.bench.result import Result
 from pard_jax.bench.spread import Spread
 
 
-class _Column(NamedTuple):
+class Column(NamedTuple):
+    """What stands at the head of a column, and what in it for each row."""
+
     header: str
     width: int  # negative: text, aligned to the left
-    value: Callable[[Result], str]
+    value: Callable[[Any], str]
 
 
-class Table:
-    """An aligned table whose rows are printed as they come.
+class Lines:
+    """An aligned table whose rows are printed as they come."""
+
+    def __init__(self, columns: Sequence[Column]) -> None:
+        self._columns = columns
+
+    @property
+    def header(self) -> str:
+        """The first line."""
+        return self._join([column.header for column in self._columns])
+
+    def row(self, result: Any) -> str:
+        """The line of one result."""
+        return self._join([column.value(result) for column in self._columns])
+
+    def _join(self, cells: Sequence[str]) -> str:
+        pairs = zip(self._columns, cells, strict=True)
+        return "  ".join(c.ljust(-col.width) if col.width < 0 else c.rjust(col.width) for col, c in pairs).rstrip()
+
+
+class Table(Lines):
+    """Methods side by side.
 
     Args:
         methods, groups: every name that will come, for the columns' widths; no column for a single group.
@@ -25,34 +47,21 @@ class Table:
 
     def __init__(self, methods: Sequence[str], groups: Sequence[str], *, batches: bool, contexts: bool) -> None:
         columns = [
-            _Column("prompts", -max(7, *map(len, groups)), lambda r: r.case.prompts) if len(groups) > 1 else None,
-            _Column("method", -max(6, *map(len, methods)), lambda r: r.case.method),
-            _Column("dtype", -8, lambda r: r.case.dtype),
-            _Column("K", 3, lambda r: _text(r.case.num_speculative_tokens)),
-            _Column("batch", 5, lambda r: _text(r.case.max_num_seqs)) if batches else None,
-            _Column("context", 7, lambda r: _text(r.case.context)) if contexts else None,
-            _Column("decode tok/s", 12, lambda r: _number(_median(r.decode_tokens_per_second), 1)),
-            _Column("ratio", 6, lambda r: _number(r.ratio_to_plain, 2)),
-            _Column("first token", 11, lambda r: _number(_median(r.time_to_first_token), 3, " s")),
-            _Column("prefill tok/s", 13, lambda r: _number(_median(r.prefill_tokens_per_second), 1)),
-            _Column("AL", 5, lambda r: _number(None if r.acceptance is None else r.acceptance.length, 2)),
-            _Column("AL no loops", 11, _before_loops),
-            _Column("tokens", -12, lambda r: _equal(r)),
+            Column("prompts", -max(7, *map(len, groups)), lambda r: r.case.prompts) if len(groups) > 1 else None,
+            Column("method", -max(6, *map(len, methods)), lambda r: r.case.method),
+            Column("dtype", -8, lambda r: r.case.dtype),
+            Column("K", 3, lambda r: text(r.case.num_speculative_tokens)),
+            Column("batch", 5, lambda r: text(r.case.max_num_seqs)) if batches else None,
+            Column("context", 7, lambda r: text(r.case.context)) if contexts else None,
+            Column("decode tok/s", 12, lambda r: number(median(r.decode_tokens_per_second), 1)),
+            Column("ratio", 6, lambda r: number(r.ratio_to_plain, 2)),
+            Column("first token", 11, lambda r: number(median(r.time_to_first_token), 3, " s")),
+            Column("prefill tok/s", 13, lambda r: number(median(r.prefill_tokens_per_second), 1)),
+            Column("AL", 5, lambda r: number(None if r.acceptance is None else r.acceptance.length, 2)),
+            Column("AL no loops", 11, _before_loops),
+            Column("tokens", -12, lambda r: _equal(r)),
         ]
-        self._columns = [column for column in columns if column is not None]
-
-    @property
-    def header(self) -> str:
-        """The first line."""
-        return self._join([column.header for column in self._columns])
-
-    def row(self, result: Result) -> str:
-        """The line of one result."""
-        return self._join([column.value(result) for column in self._columns])
-
-    def _join(self, cells: Sequence[str]) -> str:
-        pairs = zip(self._columns, cells, strict=True)
-        return "  ".join(c.ljust(-col.width) if col.width < 0 else c.rjust(col.width) for col, c in pairs).rstrip()
+        super().__init__([column for column in columns if column is not None])
 
 
 def acceptance_lines(results: Sequence[Result]) -> list[str]:
@@ -69,20 +78,23 @@ def acceptance_lines(results: Sequence[Result]) -> list[str]:
     return lines
 
 
-def _text(value: int | None) -> str:
+def text(value: int | None) -> str:
+    """A whole number, or a dash."""
     return "-" if value is None else str(value)
 
 
-def _number(value: float | None, digits: int, unit: str = "") -> str:
+def number(value: float | None, digits: int, unit: str = "") -> str:
+    """A number with its unit, or a dash."""
     return "-" if value is None else f"{value:.{digits}f}{unit}"
 
 
-def _median(spread: Spread | None) -> float | None:
+def median(spread: Spread | None) -> float | None:
+    """The median of what was measured, if anything was."""
     return None if spread is None else spread.median
 
 
 def _before_loops(result: Result) -> str:
-    return _number(None if result.acceptance_before_loops is None else result.acceptance_before_loops.length, 2)
+    return number(None if result.acceptance_before_loops is None else result.acceptance_before_loops.length, 2)
 
 
 def _equal(result: Result) -> str:

@@ -95,6 +95,16 @@ class ModelConfig:
         path = Path(directory) / "config.json"
         if not path.is_file():
             raise FileNotFoundError(f"{directory} holds no config.json; expected a Hugging Face checkpoint directory")
+        return cls.from_file(path)
+
+    @classmethod
+    def from_file(cls, path: Path) -> ModelConfig:
+        """Read a ``config.json``, whatever its name.
+
+        Raises:
+            OSError: it cannot be read.
+            ValueError, NotImplementedError: see :meth:`from_hf`.
+        """
         try:
             hf = json.loads(path.read_text())
         except (json.JSONDecodeError, UnicodeDecodeError) as e:

@@ -1,0 +1,16 @@
+"""Kinds of values that the flags of several measurements take."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def numbers(text: str) -> list[int]:
+    """Whole numbers of at least 1 with commas between them, each once, as ``type=`` of a flag."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected whole numbers with commas between them, got {text!r}") from None
+    if min(found) < 1:
+        raise argparse.ArgumentTypeError(f"expected numbers of at least 1, got {text!r}")
+    return list(dict.fromkeys(found))
