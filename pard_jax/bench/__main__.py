@@ -5,11 +5,15 @@ from __future__ import annotations
 import sys
 
 from pard_jax import cli
-from pard_jax.bench import cod, generate
+from pard_jax.bench import cod, generate, step
 from pard_jax.train import options
 
 # What measures, and what to do when memory runs out.
-COMMANDS = {"generate": (generate.measure, generate.MEMORY), "cod": (cod.measure, options.MEMORY)}
+COMMANDS = {
+    "generate": (generate.measure, generate.MEMORY),
+    "step": (step.measure, step.MEMORY),
+    "cod": (cod.measure, options.MEMORY),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
