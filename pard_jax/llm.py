@@ -17,6 +17,7 @@ from pard_jax.loading import Loaded, load_engine
 from pard_jax.outputs import RequestOutput
 from pard_jax.sampling_params import SamplingParams
 from pard_jax.tokenizer import Tokenizer
+from pard_jax.xla_flags import add_xla_flags
 
 Prompt = str | Mapping[str, Any] | Sequence[int]  # text, {"prompt": text}, {"prompt_token_ids": ids}, or ids
 Messages = Sequence[Mapping[str, Any]]  # one conversation
@@ -77,6 +78,7 @@ class LLM:
             raise ValueError(f"LLM: {str(e).removeprefix('EngineConfig.__init__() ')}; known are {known}") from None
         if speculative_config is not None and not isinstance(speculative_config, SpeculativeConfig):
             speculative_config = SpeculativeConfig.from_dict(presets.complete(speculative_config))
+        add_xla_flags()
         self._take(load_engine(model, engine_config, speculative_config, revision=revision, progress=use_tqdm))
 
     @classmethod

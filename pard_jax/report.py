@@ -16,6 +16,7 @@ from pard_jax.engine.memory import device_memory
 from pard_jax.engine.metrics import AcceptanceStats
 from pard_jax.loading import Settings
 from pard_jax.outputs import RequestOutput
+from pard_jax.xla_flags import add_xla_flags
 
 _ACCELERATOR_MODULES = ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin")
 _ACCELERATOR_DEVICES = ("accel*", "vfio/[0-9]*", "nvidia[0-9]*")  # under /dev
@@ -52,11 +53,12 @@ class Run:
 
 
 def start_jax() -> jax.Device:  # pyright: ignore[reportInvalidTypeForm]
-    """The first device; starts JAX's backend.
+    """The first device; starts JAX's backend, with our XLA flags.
 
     Raises:
-        ValueError: the platform that was asked for cannot be had.
+        ValueError: the platform that was asked for cannot be had, or a switch is neither on nor off.
     """
+    add_xla_flags()
     try:
         return jax.devices()[0]
     except (RuntimeError, AssertionError) as e:  # JAX asserts that there is one backend at least

@@ -115,6 +115,7 @@ class ScriptedEngine(Engine):
         vocab_size: int = BYTES,
         eos_token_ids: Sequence[int] = (EOS, SECOND_EOS),
         seed: int | None = 0,
+        specialize: bool = False,
     ) -> None:
         config = table_config(vocab_size, max_model_len)
         drafter = ScriptedDrafter(num_speculative_tokens=k, sampled=sampled)
@@ -134,6 +135,7 @@ class ScriptedEngine(Engine):
             tokenizer=tokenizer,
             eos_token_ids=eos_token_ids,
             seed=seed,
+            specialize=specialize,
         )
 
     @property
