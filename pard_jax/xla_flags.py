@@ -6,12 +6,12 @@ by one; told to, it runs the loop as one CUDA graph (``docs/performance.md`` has
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import logging
 import os
 import re
 
-import jaxlib
 from jax._src import xla_bridge  # only it knows whether a backend has started without starting one
 
 from pard_jax.switches import is_on
@@ -40,9 +40,10 @@ def add_xla_flags() -> None:
     """
     if not is_on(SWITCH) or not any(importlib.util.find_spec(name) for name in _PLUGINS):
         return
-    version = tuple(int(number) for number in re.findall(r"\d+", jaxlib.__version__)[:2])
+    installed = importlib.metadata.version("jaxlib")
+    version = tuple(int(number) for number in re.findall(r"\d+", installed)[:2])
     if not _SINCE <= version < _BEFORE:
-        logger.info("XLA's flags are left alone: jaxlib %s is none that they were tried with", jaxlib.__version__)
+        logger.info("XLA's flags are left alone: jaxlib %s is none that they were tried with", installed)
         return
     given = os.environ.get("XLA_FLAGS", "").split()
     names = {flag.split("=", 1)[0] for flag in given}

@@ -20,7 +20,7 @@ def cuda_before_the_start(monkeypatch):
     """JAX has a CUDA plugin and has not started; nothing is in the environment."""
     monkeypatch.setattr(xla_flags.importlib.util, "find_spec", lambda name: name == "jax_cuda13_plugin" or None)
     monkeypatch.setattr(xla_flags.xla_bridge, "backends_are_initialized", lambda: False)
-    monkeypatch.setattr(xla_flags.jaxlib, "__version__", "0.11.2")
+    monkeypatch.setattr(xla_flags.importlib.metadata, "version", lambda name: "0.11.2")
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     monkeypatch.delenv(SWITCH, raising=False)
 
@@ -51,7 +51,8 @@ def test_reasons_to_leave_them_alone(monkeypatch, reason):
     elif reason == "started":
         monkeypatch.setattr(xla_flags.xla_bridge, "backends_are_initialized", lambda: True)
     else:
-        monkeypatch.setattr(xla_flags.jaxlib, "__version__", {"older": "0.9.9", "newer": "0.13.0"}[reason])
+        version = {"older": "0.9.9", "newer": "0.13.0"}[reason]
+        monkeypatch.setattr(xla_flags.importlib.metadata, "version", lambda name: version)
     add_xla_flags()
     assert "XLA_FLAGS" not in os.environ
 
