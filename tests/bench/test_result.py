@@ -38,10 +38,10 @@ def test_figures() -> None:
     assert result.prefill_tokens_per_second == Spread(60.0, 60.0, 60.0)
     assert (result.num_prompts, result.num_tokens, result.num_looping) == (2, 14, 1)
     assert base.num_equal == 2 and result.num_equal == 1  # one pass of four differs in one prompt
-    assert result.acceptance is not None and result.acceptance.length == 14 / 6
-    # Of the first output 3 tokens count, in two steps: the second is cut to a draft.
+    assert result.acceptance is not None and result.acceptance.length == 1 + 8 / 6
+    # Of the first output 3 tokens count, in two steps: the second is cut to a draft, which counts as any accepted one.
     assert result.acceptance_before_loops is not None
-    assert result.acceptance_before_loops.length == 10 / 5
+    assert result.acceptance_before_loops.length == 1 + 6 / 5
     assert result.acceptance_before_loops.histogram == [1, 2, 2]
     record = json.loads(json.dumps(result.as_dict()))
     assert record["method"] == "pard" and record["decode_tokens_per_second"]["median"] == 6.0
