@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from pard_jax.kernels.tuning import linear_blocks
+from pard_jax.kernels.tuning import LinearBlocks, linear_blocks
 
 MAX_ROWS = 128  # more are bound by arithmetic, which is the libraries' strength
 
@@ -75,12 +75,10 @@ def linear(
     outputs = widths[:1] if gated else widths
     # A grid of column blocks: those of the first matrix, then those of the second, ...
     counts = [pl.cdiv(width, blocks.columns) for width in outputs]
-    tall = lambda width: pl.BlockSpec((blocks.rows, width), lambda i, j: (j, 0))  # noqa: E731
-    whole = lambda a: pl.BlockSpec(a.shape, lambda i, j: (0,) * a.ndim)  # noqa: E731
     optional = [a for a in (norm, *(biases or ())) if a is not None]
     operands = [jnp.reshape(layer, 1), x, *weights, *optional, *([] if residual is None else [residual])]
-    specs = [whole(operands[0]), tall(depth), *map(whole, weights), *map(whole, optional)]
-    specs += [] if residual is None else [tall(residual.shape[1])]
+    specs = [_whole(operands[0]), _tall(blocks, depth), *map(_whole, weights), *map(_whole, optional)]
+    specs += [] if residual is None else [_tall(blocks, residual.shape[1])]
     kernel = functools.partial(
         _kernel,
         num_weights=len(weights),
@@ -90,24 +88,11 @@ def linear(
         gated=gated,
         eps=eps,
         counts=counts,
-        columns=blocks.columns,
-        step=blocks.step,
-        ahead=blocks.ahead,
-        depth=depth,
+        blocks=blocks,
         num_rows=rows,
     )
-    return tuple(
-        pl.pallas_call(
-            kernel,
-            grid=(sum(counts), pl.cdiv(rows, blocks.rows)),
-            in_specs=specs,
-            out_specs=[tall(width) for width in outputs],
-            out_shape=[jax.ShapeDtypeStruct((rows, width), out_dtype) for width in outputs],
-            compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
-            interpret=interpret,
-            name="linear",
-        )(*operands)
-    )
+    out_shapes = [jax.ShapeDtypeStruct((rows, width), out_dtype) for width in outputs]
+    return tuple(_call("linear", kernel, blocks, sum(counts), operands, specs, out_shapes, interpret))
 
 
 def linear_argmax(
@@ -120,44 +105,44 @@ def linear_argmax(
     rows, depth = x.shape
     blocks = linear_blocks(rows, depth, [weight.shape[0]], gated=False)
     count = pl.cdiv(weight.shape[0], blocks.columns)
-    tall = lambda width: pl.BlockSpec((blocks.rows, width), lambda i, j: (j, 0))  # noqa: E731
-    largest, ids = pl.pallas_call(
-        functools.partial(
-            _argmax_kernel,
-            columns=blocks.columns,
-            step=blocks.step,
-            ahead=blocks.ahead,
-            depth=depth,
-            num_rows=rows,
-            limit=limit,
-        ),
-        grid=(count, pl.cdiv(rows, blocks.rows)),
-        in_specs=[tall(depth), pl.BlockSpec(weight.shape, lambda i, j: (0, 0))],
-        out_specs=[tall(count), tall(count)],
-        out_shape=[jax.ShapeDtypeStruct((rows, count), dtype) for dtype in (jnp.float32, jnp.int32)],
-        compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
-        interpret=interpret,
-        name="linear_argmax",
-    )(x, weight)
+    kernel = functools.partial(_argmax_kernel, blocks=blocks, num_rows=rows, limit=limit)
+    out_shapes = [jax.ShapeDtypeStruct((rows, count), dtype) for dtype in (jnp.float32, jnp.int32)]
+    specs = [_tall(blocks, depth), _whole(weight)]
+    largest, ids = _call("linear_argmax", kernel, blocks, count, [x, weight], specs, out_shapes, interpret)
     hits = largest == largest.max(axis=1, keepdims=True)
     return jnp.minimum(jnp.where(hits, ids, limit).min(axis=1), limit - 1)
 
 
-def _argmax_kernel(
-    x_ref, w_ref, largest_ref, ids_ref, *, columns: int, step: int, ahead: int, depth: int, num_rows: int, limit: int
-):
-    first = pl.program_id(0) * columns
-    real = _real_rows(x_ref.shape[0], num_rows)
-    at = pl.ds(pl.multiple_of(first, columns), columns)
+def _call(
+    name: str, kernel: Any, blocks: LinearBlocks, num_columns: int, operands: list[Any], specs: list[Any],
+    out_shapes: list[jax.ShapeDtypeStruct], interpret: bool,
+) -> Any:  # fmt: skip
+    """A program for each of ``num_columns`` blocks of columns and each block of rows."""
+    return pl.pallas_call(
+        kernel,
+        grid=(num_columns, pl.cdiv(out_shapes[0].shape[0], blocks.rows)),
+        in_specs=specs,
+        out_specs=[_tall(blocks, shape.shape[1]) for shape in out_shapes],
+        out_shape=out_shapes,
+        compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
+        interpret=interpret,
+        name=name,
+    )(*operands)
 
-    def body(i, total):
-        parts = [pl.ds(pl.multiple_of((i * ahead + n) * step, step), step) for n in range(ahead)]
-        ws = [plgpu.load(w_ref.at[at, part], eviction_policy="evict_first") for part in parts]
-        xs = [_load_rows(x_ref, part, real) for part in parts]
-        return functools.reduce(jnp.add, [plgpu.dot(x, w.T) for x, w in zip(xs, ws, strict=True)], total)
 
-    scores = jax.lax.fori_loop(0, depth // (step * ahead), body, jnp.zeros((x_ref.shape[0], columns), jnp.float32))
-    ids = first + jnp.arange(columns, dtype=jnp.int32)[None, :]
+def _tall(blocks: LinearBlocks, width: int) -> pl.BlockSpec:
+    return pl.BlockSpec((blocks.rows, width), lambda i, j: (j, 0))
+
+
+def _whole(array: Array) -> pl.BlockSpec:
+    return pl.BlockSpec(array.shape, lambda i, j: (0,) * array.ndim)
+
+
+def _argmax_kernel(x_ref, w_ref, largest_ref, ids_ref, *, blocks: LinearBlocks, num_rows: int, limit: int):
+    first = pl.program_id(0) * blocks.columns
+    real = _real_rows(blocks, num_rows)
+    (scores,) = _products(x_ref, [w_ref], (), first, real, blocks)
+    ids = first + jnp.arange(blocks.columns, dtype=jnp.int32)[None, :]
     scores = jnp.where(ids < limit, scores, -jnp.inf)
     largest = jnp.max(scores, axis=1)
     hits = scores == largest[:, None]
@@ -168,7 +153,7 @@ def _argmax_kernel(
 
 def _kernel(
     layer_ref, x_ref, *refs, num_weights: int, has_norm: bool, has_biases: bool, has_residual: bool, gated: bool,
-    eps: float, counts: list[int], columns: int, step: int, ahead: int, depth: int, num_rows: int,
+    eps: float, counts: list[int], blocks: LinearBlocks, num_rows: int,
 ):  # fmt: skip
     refs = list(refs)
     weights = [refs.pop(0) for _ in range(num_weights)]
@@ -177,38 +162,12 @@ def _kernel(
     residual = refs.pop(0) if has_residual else None
     outputs = refs
     layer = layer_ref[0]
-    rows = x_ref.shape[0]
-    real = _real_rows(rows, num_rows)
+    columns = blocks.columns
+    real = _real_rows(blocks, num_rows)
     block = pl.program_id(0)
 
     def products(matrices: list[Any], first: Array) -> list[Array]:
-        """Columns ``first..first+columns`` of the products with each of ``matrices``, float32."""
-        at = pl.ds(pl.multiple_of(first, columns), columns)
-
-        def body(i, carry):
-            squares, sums = carry
-            parts = [pl.ds(pl.multiple_of((i * ahead + n) * step, step), step) for n in range(ahead)]
-            # All loads first: they are under way together.
-            ws = [
-                [plgpu.load(w.at[layer, at, part], eviction_policy="evict_first") for w in matrices] for part in parts
-            ]
-            xs = [_load_rows(x_ref, part, real) for part in parts]
-            scales = None if norm is None else [norm[layer, part].astype(jnp.float32)[None, :] for part in parts]
-            for n in range(ahead):
-                part = xs[n]
-                if scales is not None:
-                    x32 = part.astype(jnp.float32)
-                    squares = squares + jnp.sum(x32 * x32, axis=1)
-                    part = (x32 * scales[n]).astype(part.dtype)
-                sums = [s + plgpu.dot(part, w.T) for s, w in zip(sums, ws[n], strict=True)]
-            return squares, sums
-
-        start = (jnp.zeros((rows,), jnp.float32), [jnp.zeros((rows, columns), jnp.float32) for _ in matrices])
-        squares, sums = jax.lax.fori_loop(0, depth // (step * ahead), body, start)
-        if norm is None:
-            return sums
-        scale = jax.lax.rsqrt(squares / depth + eps)
-        return [s * scale[:, None] for s in sums]
+        return _products(x_ref, matrices, (layer,), first, real, blocks, norm, eps)
 
     def finish(value: Array, bias, first: Array) -> Array:
         at = pl.ds(pl.multiple_of(first, columns), columns)
@@ -236,9 +195,45 @@ def _kernel(
         before += count
 
 
-def _real_rows(block_rows: int, num_rows: int) -> Array:
+def _products(
+    x_ref, matrices: list[Any], layer: tuple[Any, ...], first: Array, real: Array, blocks: LinearBlocks, norm=None,
+    eps: float = 0.0,
+) -> list[Array]:  # fmt: skip
+    """Columns ``first..first+columns`` of the products with each of ``matrices``, float32.
+
+    ``layer`` leads the matrices' indices, where they are stacked.
+    """
+    rows, depth = x_ref.shape
+    columns, step, ahead = blocks.columns, blocks.step, blocks.ahead
+    at = pl.ds(pl.multiple_of(first, columns), columns)
+
+    def body(i, carry):
+        squares, sums = carry
+        parts = [pl.ds(pl.multiple_of((i * ahead + n) * step, step), step) for n in range(ahead)]
+        # All loads first: they are under way together.
+        ws = [[plgpu.load(w.at[*layer, at, part], eviction_policy="evict_first") for w in matrices] for part in parts]
+        xs = [_load_rows(x_ref, part, real) for part in parts]
+        scales = None if norm is None else [norm[*layer, part].astype(jnp.float32)[None, :] for part in parts]
+        for n in range(ahead):
+            part = xs[n]
+            if scales is not None:
+                x32 = part.astype(jnp.float32)
+                squares = squares + jnp.sum(x32 * x32, axis=1)
+                part = (x32 * scales[n]).astype(part.dtype)
+            sums = [s + plgpu.dot(part, w.T) for s, w in zip(sums, ws[n], strict=True)]
+        return squares, sums
+
+    start = (jnp.zeros((rows,), jnp.float32), [jnp.zeros((rows, columns), jnp.float32) for _ in matrices])
+    squares, sums = jax.lax.fori_loop(0, depth // (step * ahead), body, start)
+    if norm is None:
+        return sums
+    scale = jax.lax.rsqrt(squares / depth + eps)
+    return [s * scale[:, None] for s in sums]
+
+
+def _real_rows(blocks: LinearBlocks, num_rows: int) -> Array:
     """Which rows of this program's block exist. Pallas masks nothing here: what overhangs must not be touched."""
-    return pl.program_id(1) * block_rows + jnp.arange(block_rows, dtype=jnp.int32) < num_rows
+    return pl.program_id(1) * blocks.rows + jnp.arange(blocks.rows, dtype=jnp.int32) < num_rows
 
 
 def _load_rows(ref, part, real: Array) -> Array:
