@@ -18,6 +18,7 @@ from pard_jax.decoding.drafters.model import ModelDrafter
 from pard_jax.engine.engine import Engine
 from pard_jax.engine.memory import MemoryPlan, Speculation, device_memory, plan_memory
 from pard_jax.models import make_mesh
+from pard_jax.models.attention import is_nvidia
 from pard_jax.presets import resolve_draft, resolve_target
 from pard_jax.tokenizer import Tokenizer, check_same_vocabulary, load_generation_config, load_tokenizer
 from pard_jax.weights import load_params
@@ -69,8 +70,7 @@ class Parts:
             dtype=settings.dtype,
             speculative_slots=self.speculative_slots,
             implementation=settings.implementation,
-            # On a CPU what the special program saves is nothing, and compiling it takes seconds.
-            specialize=self.mesh.devices.flat[0].platform != "cpu",
+            specialize=specializes(self.mesh.devices.flat[0]),
             tokenizer=self.tokenizer,
             eos_token_ids=self.eos_token_ids,
             seed=self.engine_config.seed,
@@ -167,10 +167,8 @@ def load_engine(
     mesh = make_mesh(tp)
     _check_divisible(tp, [m for m in (config, draft_config) if m is not None])
 
-    on_cpu = jax.default_backend() == "cpu"
-    dtype = ("float32" if on_cpu else "bfloat16") if engine_config.dtype == "auto" else engine_config.dtype
-    chunk_size = engine_config.prefill_chunk_size or (64 if on_cpu else 256)
-    steps = engine_config.steps_per_dispatch or (1 if on_cpu else 8)
+    device = mesh.devices.flat[0]
+    dtype, chunk_size, steps = by_platform(engine_config, device)
     implementation = resolve_implementation(engine_config.implementation, dtype, mesh)
 
     tokenizer = load_tokenizer(directory) if tokenizer is None else tokenizer
@@ -182,7 +180,6 @@ def load_engine(
         check_same_vocabulary(tokenizer, draft_tokenizer, config.vocab_size, draft_config.vocab_size, mask)
 
     speculation = _speculation(speculative, draft_config, shared_weights)
-    device = mesh.devices.flat[0]
     memory = device_memory(device)
     plan = plan_memory(config, engine_config, speculation, dtype=dtype, chunk_size=chunk_size, memory_bytes=memory)
     if memory is None:
@@ -264,6 +261,21 @@ def make_drafter(
     return SequentialDrafter(**common)
 
 
+def by_platform(engine_config: EngineConfig, device: jax.Device) -> tuple[str, int, int]:  # pyright: ignore[reportInvalidTypeForm]
+    """The dtype, the tokens of a prefill pass and the steps of a dispatch in effect, where defaults depend on the
+    device."""
+    on_cpu = device.platform == "cpu"
+    dtype = ("float32" if on_cpu else "bfloat16") if engine_config.dtype == "auto" else engine_config.dtype
+    chunk_size = engine_config.prefill_chunk_size or (64 if on_cpu else 256)
+    return dtype, chunk_size, engine_config.steps_per_dispatch or (1 if on_cpu else 8)
+
+
+def specializes(device: jax.Device) -> bool:  # pyright: ignore[reportInvalidTypeForm]
+    """Whether engines there compile a program of its own for plain greedy batches."""
+    # On a CPU what the special program saves is nothing, and compiling it takes seconds.
+    return device.platform != "cpu"
+
+
 def resolve_implementation(implementation: str, dtype: Any, mesh: Mesh) -> str:
     """``"auto"`` is our kernels where they run: one NVIDIA GPU, in bfloat16.
 
@@ -271,8 +283,7 @@ def resolve_implementation(implementation: str, dtype: Any, mesh: Mesh) -> str:
         ValueError: they are asked for where they do not run.
     """
     device = mesh.devices.flat[0]
-    nvidia = device.platform == "gpu" and "rocm" not in device.client.platform_version.lower()
-    runs = nvidia and mesh.size == 1 and jnp.dtype(dtype) == jnp.bfloat16
+    runs = is_nvidia(device) and mesh.size == 1 and jnp.dtype(dtype) == jnp.bfloat16
     if implementation == "pallas" and not runs:
         raise ValueError(
             f"implementation='pallas' needs one NVIDIA GPU and bfloat16; this is {mesh.size} "

@@ -26,7 +26,7 @@ from pard_jax.bench.step_setup import Setup
 from pard_jax.config import EngineConfig, ModelConfig
 from pard_jax.config.engine import IMPLEMENTATIONS
 from pard_jax.engine.memory import device_memory
-from pard_jax.loading import resolve_implementation
+from pard_jax.loading import by_platform, resolve_implementation, specializes
 from pard_jax.models import init_params, make_mesh
 
 MEMORY = "lower --batch, --cache or -k, or choose smaller models"  # what to do when it runs out
@@ -136,8 +136,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _setup(args: argparse.Namespace, device: Any) -> Setup:
     """Everything filled in, in ``args`` as well."""
-    on_cpu = device.platform == "cpu"
-    defaults = _ON_CPU if on_cpu else _ELSEWHERE
+    defaults = _ON_CPU if device.platform == "cpu" else _ELSEWHERE
     args.target, args.draft = args.target or defaults[0], args.draft or defaults[1]
     target = model_shape(args.target)
     draft = None if args.draft == NO_DRAFT else model_shape(args.draft)
@@ -145,7 +144,7 @@ def _setup(args: argparse.Namespace, device: Any) -> Setup:
         args.num_speculative_tokens = [] if draft is None else _KS
     cache = args.cache or min(_CACHE, target.max_position_embeddings)
     engine = EngineConfig(dtype=args.dtype, implementation=args.implementation)
-    dtype = ("float32" if on_cpu else "bfloat16") if engine.dtype == "auto" else engine.dtype
+    dtype, chunk_size, _ = by_platform(engine, device)
     mesh = make_mesh(1)
     return Setup(
         target=target,
@@ -153,8 +152,8 @@ def _setup(args: argparse.Namespace, device: Any) -> Setup:
         mask_token_id=_mask_token_id(args, target, draft),
         dtype=jnp.dtype(dtype),
         implementation=resolve_implementation(args.implementation, dtype, mesh),
-        specialize=not on_cpu,
-        chunk_size=64 if on_cpu else 256,
+        specialize=specializes(device),
+        chunk_size=chunk_size,
         num_steps=args.steps_per_dispatch,
         cache=cache,
         context=args.context or min(_CONTEXT, cache // 2),

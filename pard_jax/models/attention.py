@@ -53,6 +53,11 @@ def attend_sequence(
     return out.reshape(*out.shape[:2], -1)
 
 
+def is_nvidia(device: jax.Device) -> bool:  # pyright: ignore[reportInvalidTypeForm]
+    """Whether ``device`` is an NVIDIA GPU."""
+    return "cuda" in getattr(device.client, "platform_version", "").lower()
+
+
 def resolve_implementation(implementation: str, dtype) -> str:
     """``"auto"`` is cuDNN's kernel on an NVIDIA GPU in a 16-bit dtype, and XLA elsewhere.
 
@@ -62,8 +67,7 @@ def resolve_implementation(implementation: str, dtype) -> str:
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"unknown attention implementation {implementation!r}; choose of {', '.join(IMPLEMENTATIONS)}")
     device = jax.devices()[0]
-    nvidia = "cuda" in getattr(device.client, "platform_version", "").lower()
-    runs = nvidia and jnp.dtype(dtype).itemsize == 2
+    runs = is_nvidia(device) and jnp.dtype(dtype).itemsize == 2
     if implementation == "cudnn" and not runs:
         raise ValueError(
             f"cuDNN attention needs an NVIDIA GPU and bfloat16 or float16; this is {device.platform} in "

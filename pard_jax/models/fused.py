@@ -18,7 +18,7 @@ from pard_jax.kernels.linear import linear as fused_linear
 from pard_jax.kernels.tuning import SLOTS
 from pard_jax.models.cache import KVCache
 from pard_jax.models.layer import Params, linear, mlp, qkv_projections, rms_norm
-from pard_jax.models.rope import inverse_frequencies
+from pard_jax.models.rope import rope_angles
 
 _MAX_QUERIES = 128  # new tokens times the query heads of a key/value head, which one program of attention holds
 
@@ -45,8 +45,7 @@ def fused_layers(
     """All layers of one pass over the cache's first R rows: the residual stream, the cache, the captured streams."""
     c, eps = config, config.rms_norm_eps
     r, t, d = x.shape
-    inverse = jnp.asarray(inverse_frequencies(c.rope, c.head_dim))
-    angles = positions.astype(jnp.float32)[:, :, None] * inverse[None, None, :]
+    angles = rope_angles(c.rope, c.head_dim, positions)
     rotations = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
     qk_norm = (layers["q_norm"], layers["k_norm"]) if c.qk_norm else None
     inner, outer = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim

@@ -38,10 +38,15 @@ def rope_tables(
     rope: RopeConfig, head_dim: int, positions: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T 1 H"], Float[Array, "B T 1 H"]]:
     """Cosines and sines for every position, float32, with an axis for the heads."""
-    inv = jnp.asarray(inverse_frequencies(rope, head_dim))
-    angles = positions.astype(jnp.float32)[:, :, None] * inv[None, None, :]
+    angles = rope_angles(rope, head_dim, positions)
     angles = jnp.concatenate([angles, angles], axis=-1)[:, :, None, :]
     return jnp.cos(angles), jnp.sin(angles)
+
+
+def rope_angles(rope: RopeConfig, head_dim: int, positions: Int[Array, "B T"]) -> Float[Array, "B T half"]:
+    """How far each pair is rotated at every position, radians, float32."""
+    inv = jnp.asarray(inverse_frequencies(rope, head_dim))
+    return positions.astype(jnp.float32)[:, :, None] * inv[None, None, :]
 
 
 def apply_rope(
