@@ -3,7 +3,8 @@
 A decoding pass multiplies 1 to some dozens of rows with every matrix of the model. Its time is that of reading the
 weights and, for small models, that of starting kernels. So the stacked matrices ``[L, O, D]`` are read where they lie
 (XLA copies a layer's slice before it multiplies), and what surrounds a product is done on the way: the norm before
-it, the gate of an MLP, a bias, the residual sum.
+it, the gate of an MLP, a bias, the residual sum. Matrices of int8 become bfloat16 in registers, and their scales, one a
+column of the product, are applied to the sums.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
+from pard_jax.int8 import Int8Matrix
 from pard_jax.kernels.tuning import LinearBlocks, linear_blocks
 
 MAX_ROWS = 128  # more are bound by arithmetic, which is the libraries' strength
@@ -33,7 +35,7 @@ def fits_linear(rows: int, depth: int, width: int) -> bool:
 @functools.partial(jax.jit, static_argnames=("eps", "gated", "out_dtype", "interpret"))
 def linear(
     x: Float[Array, "P D"],
-    weights: Sequence[Float[Array, "L _ D"]],
+    weights: Sequence[Float[Array, "L _ D"] | Int8Matrix],
     layer: Int[Array, ""] | np.int32,
     *,
     norm: Float[Array, "L D"] | None = None,
@@ -75,28 +77,20 @@ def linear(
     outputs = widths[:1] if gated else widths
     # A grid of column blocks: those of the first matrix, then those of the second, ...
     counts = [pl.cdiv(width, blocks.columns) for width in outputs]
-    optional = [a for a in (norm, *(biases or ())) if a is not None]
-    operands = [jnp.reshape(layer, 1), x, *weights, *optional, *([] if residual is None else [residual])]
-    specs = [_whole(operands[0]), _tall(blocks, depth), *map(_whole, weights), *map(_whole, optional)]
+    layer = jnp.reshape(layer, 1)
+    operands, structure = jax.tree.flatten((layer, x, weights, norm, biases, residual))
+    whole = jax.tree.leaves((weights, norm, biases))
+    specs = [_whole(layer), _tall(blocks, depth), *map(_whole, whole)]
     specs += [] if residual is None else [_tall(blocks, residual.shape[1])]
     kernel = functools.partial(
-        _kernel,
-        num_weights=len(weights),
-        has_norm=norm is not None,
-        has_biases=biases is not None,
-        has_residual=residual is not None,
-        gated=gated,
-        eps=eps,
-        counts=counts,
-        blocks=blocks,
-        num_rows=rows,
+        _kernel, structure=structure, gated=gated, eps=eps, counts=counts, blocks=blocks, num_rows=rows
     )
     out_shapes = [jax.ShapeDtypeStruct((rows, width), out_dtype) for width in outputs]
     return tuple(_call("linear", kernel, blocks, sum(counts), operands, specs, out_shapes, interpret))
 
 
 def linear_argmax(
-    x: Float[Array, "P D"], weight: Float[Array, "V D"], *, limit: int, interpret: bool = False
+    x: Float[Array, "P D"], weight: Float[Array, "V D"] | Int8Matrix, *, limit: int, interpret: bool = False
 ) -> Int[Array, "P"]:
     """The index, below ``limit``, of the largest of ``x @ weight.T`` in each row: the first among equals.
 
@@ -105,10 +99,11 @@ def linear_argmax(
     rows, depth = x.shape
     blocks = linear_blocks(rows, depth, [weight.shape[0]], gated=False)
     count = pl.cdiv(weight.shape[0], blocks.columns)
-    kernel = functools.partial(_argmax_kernel, blocks=blocks, num_rows=rows, limit=limit)
+    operands, structure = jax.tree.flatten((x, weight))
+    kernel = functools.partial(_argmax_kernel, structure=structure, blocks=blocks, num_rows=rows, limit=limit)
     out_shapes = [jax.ShapeDtypeStruct((rows, count), dtype) for dtype in (jnp.float32, jnp.int32)]
-    specs = [_tall(blocks, depth), _whole(weight)]
-    largest, ids = _call("linear_argmax", kernel, blocks, count, [x, weight], specs, out_shapes, interpret)
+    specs = [_tall(blocks, depth), *map(_whole, operands[1:])]
+    largest, ids = _call("linear_argmax", kernel, blocks, count, operands, specs, out_shapes, interpret)
     hits = largest == largest.max(axis=1, keepdims=True)
     return jnp.minimum(jnp.where(hits, ids, limit).min(axis=1), limit - 1)
 
@@ -138,29 +133,26 @@ def _whole(array: Array) -> pl.BlockSpec:
     return pl.BlockSpec(array.shape, lambda i, j: (0,) * array.ndim)
 
 
-def _argmax_kernel(x_ref, w_ref, largest_ref, ids_ref, *, blocks: LinearBlocks, num_rows: int, limit: int):
+def _argmax_kernel(*refs, structure: Any, blocks: LinearBlocks, num_rows: int, limit: int):
+    x_ref, matrix = structure.unflatten(refs[:-2])
     first = pl.program_id(0) * blocks.columns
     real = _real_rows(blocks, num_rows)
-    (scores,) = _products(x_ref, [w_ref], (), first, real, blocks)
+    (scores,) = _products(x_ref, [matrix], (), first, real, blocks)
     ids = first + jnp.arange(blocks.columns, dtype=jnp.int32)[None, :]
     scores = jnp.where(ids < limit, scores, -jnp.inf)
     largest = jnp.max(scores, axis=1)
     hits = scores == largest[:, None]
     ids = jnp.min(jnp.where(hits, ids, limit), axis=1)
-    for ref, value in ((largest_ref, largest), (ids_ref, ids)):
+    for ref, value in zip(refs[-2:], (largest, ids), strict=True):
         plgpu.store(ref.at[:, pl.ds(pl.program_id(0), 1)], value[:, None], mask=real[:, None])
 
 
 def _kernel(
-    layer_ref, x_ref, *refs, num_weights: int, has_norm: bool, has_biases: bool, has_residual: bool, gated: bool,
-    eps: float, counts: list[int], blocks: LinearBlocks, num_rows: int,
-):  # fmt: skip
-    refs = list(refs)
-    weights = [refs.pop(0) for _ in range(num_weights)]
-    norm = refs.pop(0) if has_norm else None
-    biases = [refs.pop(0) for _ in range(num_weights)] if has_biases else [None] * num_weights
-    residual = refs.pop(0) if has_residual else None
-    outputs = refs
+    *refs, structure: Any, gated: bool, eps: float, counts: list[int], blocks: LinearBlocks, num_rows: int
+):
+    inputs, outputs = refs[: structure.num_leaves], refs[structure.num_leaves :]
+    layer_ref, x_ref, weights, norm, biases, residual = structure.unflatten(inputs)
+    biases = [None] * len(weights) if biases is None else biases
     layer = layer_ref[0]
     columns = blocks.columns
     real = _real_rows(blocks, num_rows)
@@ -203,6 +195,7 @@ def _products(
 
     ``layer`` leads the matrices' indices, where they are stacked.
     """
+    tables = [m.values if isinstance(m, Int8Matrix) else m for m in matrices]
     rows, depth = x_ref.shape
     columns, step, ahead = blocks.columns, blocks.step, blocks.ahead
     at = pl.ds(pl.multiple_of(first, columns), columns)
@@ -211,7 +204,7 @@ def _products(
         squares, sums = carry
         parts = [pl.ds(pl.multiple_of((i * ahead + n) * step, step), step) for n in range(ahead)]
         # All loads first: they are under way together.
-        ws = [[plgpu.load(w.at[*layer, at, part], eviction_policy="evict_first") for w in matrices] for part in parts]
+        ws = [[plgpu.load(w.at[*layer, at, part], eviction_policy="evict_first") for w in tables] for part in parts]
         xs = [_load_rows(x_ref, part, real) for part in parts]
         scales = None if norm is None else [norm[*layer, part].astype(jnp.float32)[None, :] for part in parts]
         for n in range(ahead):
@@ -220,11 +213,15 @@ def _products(
                 x32 = part.astype(jnp.float32)
                 squares = squares + jnp.sum(x32 * x32, axis=1)
                 part = (x32 * scales[n]).astype(part.dtype)
-            sums = [s + plgpu.dot(part, w.T) for s, w in zip(sums, ws[n], strict=True)]
+            sums = [s + plgpu.dot(part, w.astype(part.dtype).T) for s, w in zip(sums, ws[n], strict=True)]
         return squares, sums
 
     start = (jnp.zeros((rows,), jnp.float32), [jnp.zeros((rows, columns), jnp.float32) for _ in matrices])
     squares, sums = jax.lax.fori_loop(0, depth // (step * ahead), body, start)
+    sums = [
+        s * m.scale[*layer, at][None, :] if isinstance(m, Int8Matrix) else s
+        for s, m in zip(sums, matrices, strict=True)
+    ]
     if norm is None:
         return sums
     scale = jax.lax.rsqrt(squares / depth + eps)
