@@ -49,7 +49,7 @@ def measure(argv: Sequence[str]) -> None:
         if method in ours.METHODS
         for k in args.num_speculative_tokens[: 1 if method in UNDRAFTED else None]
     ]
-    engine = EngineConfig(max_model_len=args.max_model_len, dtype=args.dtype)
+    engine = EngineConfig(max_model_len=args.max_model_len, dtype=args.dtype, quantization=args.quantization)
     parts = ours.load(directory, engine, args.max_num_seqs, [s for _, s in speculations], tokenizer)
 
     outcome = Outcome(args, workloads)
@@ -85,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"of the methods {', '.join(DRAFTED)} (default: the preset's, where --model is one)")  # fmt: skip
     add("--mask-token-id", type=int, metavar="ID", help="of pard, where the draft's config.json names none")
     add("--dtype", default="auto", help="of our methods (default: auto)")
+    cli.add_quantization_argument(add)
     add("--transformers-dtypes", type=_names, default=["float32", "bfloat16"], metavar="DTYPE,...",
         help="of transformers' methods, each in all of them (default: float32,bfloat16)")  # fmt: skip
     add = parser.add_argument_group("measurement").add_argument
