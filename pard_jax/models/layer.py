@@ -12,6 +12,7 @@ from jaxtyping import Array
 from pard_jax.config.model import ModelConfig
 from pard_jax.int8 import Int8Matrix
 from pard_jax.models.precision import precision_of
+from pard_jax.models.quantized import int8_product
 
 Params = dict[str, Any]  # nested dict of arrays and Int8Matrix, keyed as the attributes of Decoder
 
@@ -50,13 +51,9 @@ def linear(x: Array, weight: Array | Int8Matrix, bias: Array | None = None) -> A
 
 def product(x: Array, weight: Array | Int8Matrix, dtype: Any) -> Array:
     """``x [R, T, I]`` times ``weight [O, I]``, transposed, as ``dtype``."""
-    precision = precision_of(x.dtype)
-    if not isinstance(weight, Int8Matrix):
-        return jnp.einsum("rti,oi->rto", x, weight, preferred_element_type=dtype, precision=precision)
-    # Every 16-bit float holds the integers exactly, but float16 not their sums.
-    values = weight.values.astype(x.dtype)
-    y = jnp.einsum("rti,oi->rto", x, values, preferred_element_type=jnp.float32, precision=precision)
-    return (y * weight.scale[None, None, :]).astype(dtype)
+    if isinstance(weight, Int8Matrix):
+        return int8_product(x, weight).astype(dtype)
+    return jnp.einsum("rti,oi->rto", x, weight, preferred_element_type=dtype, precision=precision_of(x.dtype))
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
