@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pard_jax.int8 import Int8Matrix, quantized_like
 from pard_jax.kernels.attention import decode_attention
 from pard_jax.kernels.linear import linear, linear_argmax
 from tests.kernels.ttir import Access, Kernel, kernels_of
@@ -46,6 +47,17 @@ def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+def int8(*shape: int) -> Int8Matrix:
+    return quantized_like(array(*shape))
+
+
+PRODUCTS = [
+    *(pytest.param(*case.values, array, id=case.id) for case in PASSES),
+    pytest.param(SMOLLM2, 5, int8, id="smollm2-5-int8"),
+    pytest.param(QWEN3_8B, 13, int8, id="qwen3-8b-13-int8"),
+]
+
+
 def only(kernels: list[Kernel]) -> Kernel:
     assert len(kernels) == 1
     return kernels[0]
@@ -68,8 +80,9 @@ def check_linear(kernel: Kernel, layers: int, outputs: int = 1) -> None:
             assert len(written) == kernel.sizes[argument]
 
 
-@pytest.mark.parametrize(("model", "rows"), PASSES)
-def test_products_stay_in_their_arrays(model: Model, rows: int):
+@pytest.mark.parametrize(("model", "rows", "matrix"), PRODUCTS)
+def test_products_stay_in_their_arrays(model: Model, rows: int, matrix: Any):
+    """Scales are arrays of their own, which must be read within their bounds and are never left out."""
     d, n, m, h, f, _, layers, _ = model
     x, norm = array(rows, d), array(layers, d)
 
@@ -82,11 +95,11 @@ def test_products_stay_in_their_arrays(model: Model, rows: int):
     def gated(x, norm, gate, up, layer):
         return linear(x, [gate, up], layer, norm=norm, eps=1e-6, gated=True)
 
-    kv = array(layers, m * h, d)
-    check_linear(only(kernels_of(projections, x, norm, array(layers, n * h, d), kv, kv, LAYER)), layers, 3)
-    check_linear(only(kernels_of(residual, array(rows, n * h), array(layers, d, n * h), x, LAYER)), layers)
-    check_linear(only(kernels_of(gated, x, norm, array(layers, f, d), array(layers, f, d), LAYER)), layers)
-    check_linear(only(kernels_of(residual, array(rows, f), array(layers, d, f), x, LAYER)), layers)
+    kv = matrix(layers, m * h, d)
+    check_linear(only(kernels_of(projections, x, norm, matrix(layers, n * h, d), kv, kv, LAYER)), layers, 3)
+    check_linear(only(kernels_of(residual, array(rows, n * h), matrix(layers, d, n * h), x, LAYER)), layers)
+    check_linear(only(kernels_of(gated, x, norm, matrix(layers, f, d), matrix(layers, f, d), LAYER)), layers)
+    check_linear(only(kernels_of(residual, array(rows, f), matrix(layers, d, f), x, LAYER)), layers)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 16, 17, 128, 130])
@@ -108,19 +121,21 @@ def test_offsets_of_stacks_beyond_4_gib():
     assert last == 64 * 25600 * 5120 - 1
 
 
-@pytest.mark.parametrize(("model", "rows"), PASSES)
-def test_the_head_stays_in_its_arrays(model: Model, rows: int):
+@pytest.mark.parametrize(("model", "rows", "matrix"), PRODUCTS)
+def test_the_head_stays_in_its_arrays(model: Model, rows: int, matrix: Any):
     def scores(x, head):
         return linear(x, [head[None]], np.int32(0), out_dtype=jnp.float32)
 
     def best(x, head):
         return linear_argmax(x, head, limit=model.v - 3)
 
-    x, head = array(rows, model.d), array(model.v, model.d)
+    x, head = array(rows, model.d), matrix(model.v, model.d)
     check_linear(only(kernels_of(scores, x, head)), 1)
     kernel = only(kernels_of(best, x, head))
     found = kernel.check_bounds({})
-    for argument in (2, 3):
+    outputs = range(len(kernel.sizes))[-2:]
+    assert {a.argument for a in found if not a.store} >= set(range(outputs[0]))
+    for argument in outputs:
         written = stored(found, argument)
         assert len(np.unique(written)) == len(written) == rows * len(kernel.programs())
 
