@@ -73,7 +73,7 @@ def linear(
         raise ValueError(f"the rows are {x.dtype}; expected bfloat16")
     out_dtype = x.dtype if out_dtype is None else out_dtype
     widths = [w.shape[1] for w in weights]
-    blocks = linear_blocks(rows, depth, widths, gated=gated)
+    blocks = linear_blocks(rows, depth, widths, gated=gated, itemsize=_itemsize(weights[0]))
     outputs = widths[:1] if gated else widths
     # A grid of column blocks: those of the first matrix, then those of the second, ...
     counts = [pl.cdiv(width, blocks.columns) for width in outputs]
@@ -97,7 +97,7 @@ def linear_argmax(
     The products are compared as float32 where they arise, and never written.
     """
     rows, depth = x.shape
-    blocks = linear_blocks(rows, depth, [weight.shape[0]], gated=False)
+    blocks = linear_blocks(rows, depth, [weight.shape[0]], gated=False, itemsize=_itemsize(weight))
     count = pl.cdiv(weight.shape[0], blocks.columns)
     operands, structure = jax.tree.flatten((x, weight))
     kernel = functools.partial(_argmax_kernel, structure=structure, blocks=blocks, num_rows=rows, limit=limit)
@@ -125,6 +125,10 @@ def _call(
     )(*operands)
 
 
+def _itemsize(weight: Array | Int8Matrix) -> int:
+    return jax.tree.leaves(weight)[0].dtype.itemsize
+
+
 def _tall(blocks: LinearBlocks, width: int) -> pl.BlockSpec:
     return pl.BlockSpec((blocks.rows, width), lambda i, j: (j, 0))
 
@@ -147,9 +151,7 @@ def _argmax_kernel(*refs, structure: Any, blocks: LinearBlocks, num_rows: int, l
         plgpu.store(ref.at[:, pl.ds(pl.program_id(0), 1)], value[:, None], mask=real[:, None])
 
 
-def _kernel(
-    *refs, structure: Any, gated: bool, eps: float, counts: list[int], blocks: LinearBlocks, num_rows: int
-):
+def _kernel(*refs, structure: Any, gated: bool, eps: float, counts: list[int], blocks: LinearBlocks, num_rows: int):
     inputs, outputs = refs[: structure.num_leaves], refs[structure.num_leaves :]
     layer_ref, x_ref, weights, norm, biases, residual = structure.unflatten(inputs)
     biases = [None] * len(weights) if biases is None else biases

@@ -37,8 +37,11 @@ SLOTS = 64  # the most slots of the cache that attention takes in a turn: caches
 _NUM_PROCESSORS = 132  # of an H100 or H200: fewer programs than this leave some idle
 
 
-def linear_blocks(rows: int, depth: int, widths: Sequence[int], *, gated: bool) -> LinearBlocks:
-    """Blocks for products of ``rows`` rows with matrices of ``widths`` x ``depth``."""
+def linear_blocks(rows: int, depth: int, widths: Sequence[int], *, gated: bool, itemsize: int = 2) -> LinearBlocks:
+    """Blocks for products of ``rows`` rows with matrices of ``widths`` x ``depth``, of ``itemsize`` bytes a weight.
+
+    Steps over int8 are twice as long: what hides the latency of memory are the bytes under way.
+    """
     height = min(max(16, _power_of_two(rows)), 128)
     total = widths[0] if gated else sum(widths)
 
@@ -48,9 +51,10 @@ def linear_blocks(rows: int, depth: int, widths: Sequence[int], *, gated: bool) 
     columns = 64 if shares(64) and total // 64 >= 8 * _NUM_PROCESSORS else 32 if shares(32) else 16
     if columns == 16:
         # A small matrix is a matter of latency: as much of it as possible is asked for at once.
-        step = next(s for s in (256, 128, 64) if depth % s == 0)
+        step = next(s for s in (512 // itemsize, 256, 128, 64) if depth % s == 0)
         return LinearBlocks(height, columns, step if height == 16 else min(step, 128), 1, warps=4, stages=4)
-    return LinearBlocks(height, columns, 128 if depth % 128 == 0 else 64, 1, warps=2, stages=4)
+    step = next(s for s in (256 // itemsize, 128, 64) if depth % s == 0)
+    return LinearBlocks(height, columns, step, 1, warps=2, stages=4)
 
 
 def attention_blocks(rows: int, tokens: int, group: int, num_kv_heads: int, window: int) -> AttentionBlocks:
