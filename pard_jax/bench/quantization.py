@@ -109,8 +109,8 @@ def measure(argv: Sequence[str]) -> None:
     print(
         f"{args.model}: {len(texts)} prompt(s), {sum(len(t.output) for t in texts)} tokens said by the weights as they "
         f"are, {dtype.name}\n{environment.in_a_line(env)}\n\n"
-        f"{QUANTIZATION}: target {sizes[1]:.1f} MB instead of {sizes[0]:.1f}, logit error {change.error:.2%}, divergence "
-        f"{change.divergence:.5f} nats, same token {change.agreement:.2%}"
+        f"{QUANTIZATION}: target {sizes[1]:.1f} MB instead of {sizes[0]:.1f}, logit error {change.error:.2%}, "
+        f"divergence {change.divergence:.5f} nats, same token {change.agreement:.2%}"
     )
     drafted = compare_drafts(parts, params, texts, best)
     if drafted:
@@ -239,9 +239,7 @@ def compare_drafts(
     return found
 
 
-def accepted_at(
-    drafts: Int[np.ndarray, "C K"], best: Int[np.ndarray, "C"], tokens: Int[np.ndarray, "C"]
-) -> np.ndarray:
+def accepted_at(drafts: Int[np.ndarray, "C K"], best: Int[np.ndarray, "C"], tokens: Int[np.ndarray, "C"]) -> np.ndarray:
     """``[K, C]``: whether draft k behind token a is the target's choice there, the text having been it so far.
 
     Where the target would leave the text, what it says next is not known: no later draft counts.
@@ -251,7 +249,7 @@ def accepted_at(
     ahead = np.arange(length)[None, :] + np.arange(k)[:, None]
     follows = chosen[ahead] == said[ahead + 1]
     followed = np.vstack([np.ones((1, length), bool), np.logical_and.accumulate(follows)[:-1]])
-    return followed & (drafts.T == chosen[ahead])
+    return followed & (chosen[ahead] == drafts.T)
 
 
 def _proposals(drafter: Drafter, dtype: Any, params: Any, tokens: Int[Array, "P C"]) -> Int[Array, "P C K"]:

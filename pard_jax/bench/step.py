@@ -49,10 +49,10 @@ def measure(argv: Sequence[str]) -> None:
 
     env = environment.describe()
     title = f"{args.target}{'' if setup.draft is None else f' + {args.draft}'}"
+    weights = "random weights" if setup.quantization is None else f"random weights in {setup.quantization}"
     print(
-        f"{title}: random weights{'' if setup.quantization is None else f' in {setup.quantization}'}, {setup.dtype.name}, "
-        f"{setup.implementation}, context {setup.context} of "
-        f"{setup.cache}, {setup.num_steps} steps a dispatch, median of {args.repeats}\n{environment.in_a_line(env)}"
+        f"{title}: {weights}, {setup.dtype.name}, {setup.implementation}, context {setup.context} of {setup.cache}, "
+        f"{setup.num_steps} steps a dispatch, median of {args.repeats}\n{environment.in_a_line(env)}"
     )
     copied = copy_rate(_copy_bytes(device), args.repeats)
     print(f"device copy: {copied.median / 1e9:.1f} GB/s, read and written\n")

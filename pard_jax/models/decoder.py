@@ -265,9 +265,7 @@ def _abstract(config: ModelConfig, dtype_name: str, implementation: str = "xla")
     return graphdef, nnx.to_pure_dict(state)
 
 
-def abstract_params(
-    config: ModelConfig, dtype, mesh: Mesh | None = None, *, quantization: str | None = None
-) -> Params:
+def abstract_params(config: ModelConfig, dtype, mesh: Mesh | None = None, *, quantization: str | None = None) -> Params:
     """Shapes, dtypes and (with a mesh) shardings of the parameters: a nested dict of ``ShapeDtypeStruct``.
 
     Args:

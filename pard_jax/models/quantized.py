@@ -32,7 +32,7 @@ def _sums(x: Array, values: Array) -> Array:
 
 
 def _by_blocks(x: Array, values: Array) -> Array:
-    """XLA's CPU library multiplies floats alone: what it is given fits a cache, where a head would go through memory."""
+    """XLA's CPU library multiplies floats alone. It is given what fits a cache; a head would go through memory."""
     height, width = values.shape
     rows = max(1, _BLOCK // width)
     if height <= 2 * rows:

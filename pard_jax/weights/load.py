@@ -119,7 +119,8 @@ def _quantized(path: names.Path, like: Int8Matrix, read: Reader) -> Int8Matrix:
         block = block.reshape(-1, width)
         out = whole[(*layer, rows)]
         for i in range(0, len(block), at_once):
-            part = quantize(block[i : i + at_once])
+            with np.errstate(invalid="ignore"):  # what is not finite is refused below
+                part = quantize(block[i : i + at_once])
             out.values[i : i + at_once], out.scale[i : i + at_once] = part.values, part.scale
     if not np.isfinite(whole.scale).all():
         raise CheckpointError(f"{'.'.join(path)} holds infinities or NaN, which cannot be quantized to int8")

@@ -13,36 +13,17 @@ import pytest
 
 from pard_jax.bench.shapes import SHAPES
 from pard_jax.config import ModelConfig
-from pard_jax.int8 import Int8Matrix, quantize
+from pard_jax.int8 import quantize
 from pard_jax.models import KVCache, abstract_params, bind, init_params, make_mesh, param_bytes, quantized
 from pard_jax.models.quantized import int8_product
 from pard_jax.weights import load_params
-from tests.helpers.models import full_forward, model_config, random_params
+from tests.helpers.models import full_forward, is_int8, model_config, quantized_params, random_params, stands_for
 
 SHAPE = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8, "intermediate_size": 64}
 CONFIGS = {
     "qwen2-tied": model_config("qwen2", **SHAPE, tie_word_embeddings=True),
     "llama": model_config("llama", **SHAPE, attention_bias=True, mlp_bias=True),
 }
-
-
-def is_int8(leaf: Any) -> bool:
-    return isinstance(leaf, Int8Matrix)
-
-
-def quantized_params(config: ModelConfig, params: dict[str, Any]) -> dict[str, Any]:
-    """The parameters whose abstract ones are int8, quantized."""
-    like = abstract_params(config, jnp.float32, quantization="int8")
-    return jax.tree.map(lambda a, p: quantize(p) if is_int8(a) else p, like, params, is_leaf=is_int8)
-
-
-def stands_for(params: dict[str, Any]) -> dict[str, Any]:
-    """Plain matrices of the same values, by NumPy."""
-
-    def plain(leaf: Any) -> Any:
-        return jnp.asarray(np.asarray(leaf.values, np.float32) * np.asarray(leaf.scale)[..., None])
-
-    return jax.tree.map(lambda leaf: plain(leaf) if is_int8(leaf) else leaf, params, is_leaf=is_int8)
 
 
 @functools.cache
@@ -55,7 +36,7 @@ def model(name: str) -> dict[str, Any]:
     [(50, 1 << 20, jnp.float16), (50, 33 * 8, jnp.float16), (48, 33 * 16, jnp.bfloat16), (7, 1, jnp.float32)],
 )
 def test_products_in_one_piece_and_in_blocks(monkeypatch: pytest.MonkeyPatch, height: int, block: int, dtype: Any):
-    """Blocks that do not divide the matrix overlap; sums that float16 cannot hold are scaled before they are rounded."""
+    """Blocks that do not divide the matrix overlap; sums that float16 cannot hold are scaled first."""
     monkeypatch.setattr(quantized, "_BLOCK", block)
     rng = np.random.default_rng(height)
     x = jnp.asarray(300 * rng.standard_normal((2, 3, 33)), dtype)
