@@ -197,7 +197,7 @@ def _products(
 
     ``layer`` leads the matrices' indices, where they are stacked.
     """
-    tables = [m.values if isinstance(m, Int8Matrix) else m for m in matrices]
+    tables: list[Any] = [m.values if isinstance(m, Int8Matrix) else m for m in matrices]
     rows, depth = x_ref.shape
     columns, step, ahead = blocks.columns, blocks.step, blocks.ahead
     at = pl.ds(pl.multiple_of(first, columns), columns)

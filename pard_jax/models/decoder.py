@@ -9,7 +9,7 @@ step (305 MiB of temporaries instead of 12 at a quarter of Qwen3-4B's depth, by 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -206,8 +206,8 @@ class Decoder(nnx.Module):
         return rms_norm(x, self.norm[...], config.rms_norm_eps)
 
     @property
-    def head(self) -> Float[Array, "V D"] | Int8Matrix:
-        """The output matrix, which may be the embedding."""
+    def head(self) -> Any:
+        """The output matrix ``[V, D]``, which may be the embedding; an ``Int8Matrix`` where it is quantized."""
         return self.embed[...] if self.config.tie_word_embeddings else self.lm_head[...]
 
     def logits(self, hidden: Float[Array, "R T D"]) -> Float[Array, "R T V"]:
