@@ -170,6 +170,9 @@ def _plan(
     rows = max(num_rows * max(2 * k, k + 1), prefill_rows * chunk_size)
     widest = max(models, key=lambda m: m.intermediate_size)
     activations = rows * (3 * widest.intermediate_size + 6 * target.hidden_size) * dtype.itemsize
+    if engine.quantization or speculation.draft_quantization:
+        # Where a product cannot read int8, one layer's matrix at a time is converted for it.
+        activations += widest.intermediate_size * widest.hidden_size * dtype.itemsize
     attention = 2 * 4 * rows * max(m.num_heads for m in models) * num_slots
     return MemoryPlan(
         max_model_len=max_model_len,
