@@ -42,7 +42,7 @@ def linear_blocks(rows: int, depth: int, widths: Sequence[int], *, gated: bool, 
 
     Steps over int8 are twice as long: what hides the latency of memory are the bytes under way.
     """
-    height = min(max(16, _power_of_two(rows)), 128)
+    height = min(max(16, power_of_two(rows)), 128)
     total = widths[0] if gated else sum(widths)
 
     def shares(columns: int) -> bool:
@@ -59,7 +59,7 @@ def linear_blocks(rows: int, depth: int, widths: Sequence[int], *, gated: bool, 
 
 def attention_blocks(rows: int, tokens: int, group: int, num_kv_heads: int, window: int) -> AttentionBlocks:
     """Blocks for ``tokens`` new tokens of ``rows`` rows, where ``group`` query heads share a key/value head."""
-    queries, new = max(16, _power_of_two(tokens * group)), max(16, _power_of_two(tokens))
+    queries, new = max(16, power_of_two(tokens * group)), max(16, power_of_two(tokens))
     if queries == 16 and rows * num_kv_heads >= 8 * _NUM_PROCESSORS:
         # Many small programs beside one another hide each other's latency.
         return AttentionBlocks(queries, new, slots=32, splits=1, warps=1, stages=3)
@@ -69,5 +69,6 @@ def attention_blocks(rows: int, tokens: int, group: int, num_kv_heads: int, wind
     return AttentionBlocks(queries, new, slots, splits, warps=4, stages=2)
 
 
-def _power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is not below n: blocks of kernels are such."""
     return 1 << max(0, n - 1).bit_length()

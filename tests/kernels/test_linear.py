@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pard_jax.int8 import Int8Matrix
-from pard_jax.kernels.linear import MAX_ROWS, fits_linear, linear, linear_argmax
+from pard_jax.kernels.linear import MAX_ROWS, Normed, fits_linear, linear, linear_argmax, normed
 
 U = {jnp.bfloat16: 2.0**-8, jnp.float32: 2.0**-24, jnp.float16: 2.0**-11}
 LAYERS = 3
@@ -66,7 +66,7 @@ def test_products_of_several_matrices_of_different_widths(rows: int, matrix: Any
     weights = [matrix(rng, LAYERS, width, 192) for width in (96, 32, 48)]
     biases = [normal(rng, LAYERS, w.shape[1]) for w in weights]
     for layer in range(LAYERS):
-        outputs = linear(x, weights, np.int32(layer), norm=norm, eps=EPS, biases=biases, interpret=True)
+        outputs = linear(normed(x, norm[layer]), weights, np.int32(layer), eps=EPS, biases=biases, interpret=True)
         assert len(outputs) == 3
         for got, weight, bias in zip(outputs, weights, biases, strict=True):
             check(got, *product(x, weight[layer], norm[layer], bias[layer]))
@@ -87,6 +87,33 @@ def test_the_residual_is_added_before_the_one_rounding(rows: int, with_bias: boo
         check(got, value + wide(residual), bound)
 
 
+@pytest.mark.parametrize(("rows", "width"), [(1, 576), (5, 64), (40, 192), (130, 48)])
+def test_a_norm_begins_with_the_product_before_it(rows: int, width: int):
+    """Its weights and the sums of squares, of the product as it was rounded; the product itself is unchanged."""
+    rng = np.random.default_rng(rows)
+    x, weight, residual = normal(rng, rows, 128), normal(rng, LAYERS, width, 128), normal(rng, rows, width)
+    norm = normal(rng, LAYERS + 1, width)
+    for layer in range(LAYERS):
+        (alone,) = linear(x, [weight], np.int32(layer), residual=residual, interpret=True)
+        got, on_its_way = linear(
+            x, [weight], np.int32(layer), residual=residual, next_norm=(norm, np.int32(layer + 1)), interpret=True
+        )
+        assert isinstance(on_its_way, Normed)
+        np.testing.assert_array_equal(wide(got), wide(alone))
+        check(on_its_way.rows, wide(got) * wide(norm[layer + 1])[None, :], np.zeros((rows, width)))
+        squares = wide(on_its_way.squares).sum(axis=1)
+        np.testing.assert_allclose(squares, (wide(got) ** 2).sum(axis=1), rtol=width * U[jnp.float32])
+
+
+def test_a_norm_over_two_products():
+    rng = np.random.default_rng(7)
+    x, first, second = normal(rng, 5, 128), normal(rng, 1, 192, 128), normal(rng, 1, 32, 192)
+    norm = normal(rng, 1, 192)
+    stream, on_its_way = linear(x, [first], np.int32(0), next_norm=(norm, np.int32(0)), interpret=True)
+    (got,) = linear(on_its_way, [second], np.int32(0), eps=EPS, interpret=True)
+    check(got, *product(stream, second[0], norm[0]))
+
+
 @pytest.mark.parametrize(
     ("rows", "with_bias", "matrix"),
     [(1, True, normal), (5, False, normal), (17, True, normal), (130, False, normal), (5, True, int8)],
@@ -98,9 +125,8 @@ def test_the_gate_of_an_mlp(rows: int, with_bias: bool, matrix: Any):
     weights = [matrix(rng, LAYERS, 80, 64) for _ in range(2)]
     biases = [normal(rng, LAYERS, 80) for _ in range(2)] if with_bias else None
     for layer in range(LAYERS):
-        outputs = linear(
-            x, weights, np.int32(layer), norm=norm, eps=EPS, biases=biases, gated=True, interpret=True
-        )  # fmt: skip
+        rows_in = normed(x, norm[layer])
+        outputs = linear(rows_in, weights, np.int32(layer), eps=EPS, biases=biases, gated=True, interpret=True)
         assert len(outputs) == 1
         (gate, of_gate), (up, of_up) = (
             product(x, w[layer], norm[layer], None if biases is None else biases[i][layer])
@@ -124,7 +150,7 @@ def test_the_output_may_have_another_dtype(dtype: Any):
 def test_depths_of_one_and_of_several_turns(depth: int):
     rng = np.random.default_rng(depth)
     x, norm, weight = normal(rng, 3, depth), normal(rng, 1, depth), normal(rng, 1, 32, depth)
-    (got,) = linear(x, [weight], np.int32(0), norm=norm, eps=EPS, interpret=True)
+    (got,) = linear(normed(x, norm[0]), [weight], np.int32(0), eps=EPS, interpret=True)
     check(got, *product(x, weight[0], norm[0]))
 
 

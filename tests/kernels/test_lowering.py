@@ -12,7 +12,7 @@ import pytest
 
 from pard_jax.int8 import Int8Matrix, quantized_like
 from pard_jax.kernels.attention import decode_attention
-from pard_jax.kernels.linear import linear, linear_argmax
+from pard_jax.kernels.linear import Normed, linear, linear_argmax
 from tests.kernels.ttir import Access, Kernel, kernels_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
@@ -70,7 +70,7 @@ def stored(found: Sequence[Access], argument: int) -> np.ndarray:
 
 def check_linear(kernel: Kernel, layers: int, outputs: int = 1) -> None:
     """In bounds at the last layer; every element of an output is written once, by one program."""
-    found = kernel.check_bounds({0: [layers - 1]})
+    found = kernel.check_bounds({0: [layers - 1, layers - 1]})
     assert {a.argument for a in found} == set(range(len(kernel.sizes)))
     assert {a.argument for a in found if a.store} == set(range(len(kernel.sizes))[-outputs:])
     for argument in range(len(kernel.sizes) - outputs, len(kernel.sizes)):
@@ -84,22 +84,23 @@ def check_linear(kernel: Kernel, layers: int, outputs: int = 1) -> None:
 def test_products_stay_in_their_arrays(model: Model, rows: int, matrix: Any):
     """Scales are arrays of their own, which must be read within their bounds and are never left out."""
     d, n, m, h, f, _, layers, _ = model
-    x, norm = array(rows, d), array(layers, d)
+    x, norm, squares = array(rows, d), array(layers, d), array(rows, d // 16, dtype=jnp.float32)
 
-    def projections(x, norm, q, k, v, layer):
-        return linear(x, [q, k, v], layer, norm=norm, eps=1e-6)
+    def projections(x, squares, q, k, v, layer):
+        return linear(Normed(x, squares), [q, k, v], layer, eps=1e-6)
 
-    def residual(x, weight, stream, layer):
-        return linear(x, [weight], layer, residual=stream)
+    def residual(x, weight, stream, norm, layer):
+        return linear(x, [weight], layer, residual=stream, next_norm=(norm, layer))
 
-    def gated(x, norm, gate, up, layer):
-        return linear(x, [gate, up], layer, norm=norm, eps=1e-6, gated=True)
+    def gated(x, squares, gate, up, layer):
+        return linear(Normed(x, squares), [gate, up], layer, eps=1e-6, gated=True)
 
-    kv = matrix(layers, m * h, d)
-    check_linear(only(kernels_of(projections, x, norm, matrix(layers, n * h, d), kv, kv, LAYER)), layers, 3)
-    check_linear(only(kernels_of(residual, array(rows, n * h), matrix(layers, d, n * h), x, LAYER)), layers)
-    check_linear(only(kernels_of(gated, x, norm, matrix(layers, f, d), matrix(layers, f, d), LAYER)), layers)
-    check_linear(only(kernels_of(residual, array(rows, f), matrix(layers, d, f), x, LAYER)), layers)
+    kv, up = matrix(layers, m * h, d), matrix(layers, f, d)
+    check_linear(only(kernels_of(projections, x, squares, matrix(layers, n * h, d), kv, kv, LAYER)), layers, 3)
+    check_linear(only(kernels_of(gated, x, squares, up, up, LAYER)), layers)
+    for depth in (n * h, f):
+        down = matrix(layers, d, depth)
+        check_linear(only(kernels_of(residual, array(rows, depth), down, x, norm, LAYER)), layers, 3)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 16, 17, 128, 130])
@@ -116,7 +117,7 @@ def test_offsets_of_stacks_beyond_4_gib():
     kernel = only(
         kernels_of(lambda x, w, i: linear(x, [w], i), array(3, 5120), array(64, 25600, 5120), LAYER)
     )  # fmt: skip
-    found = kernel.check_bounds({0: [63]})
+    found = kernel.check_bounds({0: [63, 63]})
     last = max(int(a.offsets.max()) for a in found if a.argument == 2)
     assert last == 64 * 25600 * 5120 - 1
 
