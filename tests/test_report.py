@@ -91,7 +91,7 @@ def test_summary() -> None:
     drafter = NgramDrafter(num_speculative_tokens=2, max_n=3, min_n=1)
     about = settings("ngram", drafter, target)
     lines = report.summarize(run([output([3] * 5), output([3] * 4)], acceptance=stats), about).splitlines()
-    rate = read_bytes(target, 4) * 5 / 2.0 / 1e9
+    rate = read_bytes(target, jnp.float32) * 5 / 2.0 / 1e9
     assert lines[0].endswith("9 tokens in 6 steps, 4.00 s: 2.2 tokens/s; time to first token 0.500 s on average")
     assert f"{rate:.2f} GB/s" in lines[1] and "x 5 steps / 2.00 s" in lines[1]
     assert lines[2].endswith(

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ Reader = Callable[[np.ndarray, tuple[slice, ...]], None]
 _ALIGNMENT = 64  # bytes; XLA's CPU backend adopts a NumPy buffer that is aligned so, and copies any other
 _READ_WEIGHTS = 1 << 21  # read at once to be quantized
 _QUANTIZED_WEIGHTS = 1 << 16  # quantized at once: what a processor's cache holds
+_THREADS = min(8, os.cpu_count() or 1)  # that read and quantize
 
 
 def load_params(
@@ -57,8 +60,8 @@ def load_params(
         mesh: where the parameters will lie; None is JAX's default device.
         progress: show a progress bar on a terminal.
         quantization: "int8": the matrices as :class:`pard_jax.int8.Int8Matrix`, of what is stored, whatever ``dtype``.
-            The host then also holds one array of integers as a whole: rows are quantized whole, however they are split
-            over devices.
+            The host then also holds one array of integers as a whole, since rows are quantized whole, however they are
+            split over devices; and some MiB for each of up to 8 threads.
 
     Returns:
         Nested dict of ``jax.Array`` and ``Int8Matrix``.
@@ -112,7 +115,9 @@ def _quantized(path: names.Path, like: Int8Matrix, read: Reader) -> Int8Matrix:
     whole = jax.tree.map(lambda leaf: _aligned(leaf.shape, leaf.dtype), like)
     *stack, height, width = like.shape
     step, at_once = max(1, _READ_WEIGHTS // width), max(1, _QUANTIZED_WEIGHTS // width)
-    for *layer, first in itertools.product(*map(range, stack), range(0, height, step)):
+
+    def block_at(at: tuple[int, ...]) -> None:
+        *layer, first = at
         rows = slice(first, min(first + step, height))
         block = np.empty((*[1] * len(layer), rows.stop - first, width), np.float32)
         read(block, (*(slice(i, i + 1) for i in layer), rows, slice(0, width)))
@@ -122,6 +127,10 @@ def _quantized(path: names.Path, like: Int8Matrix, read: Reader) -> Int8Matrix:
             with np.errstate(invalid="ignore"):  # what is not finite is refused below
                 part = quantize(block[i : i + at_once])
             out.values[i : i + at_once], out.scale[i : i + at_once] = part.values, part.scale
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for _ in pool.map(block_at, itertools.product(*map(range, stack), range(0, height, step))):
+            pass  # an error is raised here
     if not np.isfinite(whole.scale).all():
         raise CheckpointError(f"{'.'.join(path)} holds infinities or NaN, which cannot be quantized to int8")
 

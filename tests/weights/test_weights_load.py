@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -264,7 +265,8 @@ def test_peak_memory_is_the_parameters_and_the_largest_tensor(big, dtype, device
 def test_peak_memory_of_quantizing_is_the_integers_and_a_block_of_weights(big):
     growth, size = measure_peak(big[0], big[1], "float32", 0, "int8")
     assert 34 << 20 < size < 46 << 20  # of 34 MiB of matrices, and an embedding of 8 MiB that is no head
-    assert size * 0.95 < growth < size + (12 << 20)  # 8 MiB are read at once
+    threads = min(8, os.cpu_count() or 1)
+    assert size * 0.95 < growth < size + (threads * 16 << 20)  # each reads 8 MiB at once; malloc keeps some
 
 
 def by_definition(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
