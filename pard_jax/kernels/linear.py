@@ -245,20 +245,18 @@ def _products(
     ``layer`` leads the matrices' indices, where they are stacked.
     """
     depth = matrices[0].shape[-1]
-    columns, step, ahead = blocks.columns, blocks.step, blocks.ahead
+    columns, step = blocks.columns, blocks.step
     at = pl.ds(pl.multiple_of(first, columns), columns)
 
     def body(i, sums):
-        parts = [pl.ds(pl.multiple_of((i * ahead + n) * step, step), step) for n in range(ahead)]
+        part = pl.ds(pl.multiple_of(i * step, step), step)
         # All loads first: they are under way together.
-        ws = [[plgpu.load(w.at[*layer, at, part], eviction_policy="evict_first") for w in matrices] for part in parts]
-        xs = [_load_rows(x_ref, part, real) for part in parts]
-        for n in range(ahead):
-            sums = [s + plgpu.dot(xs[n], w.T) for s, w in zip(sums, ws[n], strict=True)]
-        return sums
+        ws = [plgpu.load(w.at[*layer, at, part], eviction_policy="evict_first") for w in matrices]
+        x = _load_rows(x_ref, part, real)
+        return [s + plgpu.dot(x, w.T) for s, w in zip(sums, ws, strict=True)]
 
     start = [jnp.zeros((blocks.rows, columns), jnp.float32) for _ in matrices]
-    return jax.lax.fori_loop(0, depth // (step * ahead), body, start)
+    return jax.lax.fori_loop(0, depth // step, body, start)
 
 
 def _real_rows(blocks: LinearBlocks, num_rows: int) -> Array:
