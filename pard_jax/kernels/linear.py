@@ -246,20 +246,18 @@ def _products(
     """
     tables: list[Any] = [m.values if isinstance(m, Int8Matrix) else m for m in matrices]
     depth = tables[0].shape[-1]
-    columns, step, ahead = blocks.columns, blocks.step, blocks.ahead
+    columns, step = blocks.columns, blocks.step
     at = pl.ds(pl.multiple_of(first, columns), columns)
 
     def body(i, sums):
-        parts = [pl.ds(pl.multiple_of((i * ahead + n) * step, step), step) for n in range(ahead)]
+        part = pl.ds(pl.multiple_of(i * step, step), step)
         # All loads first: they are under way together.
-        ws = [[plgpu.load(w.at[*layer, at, part], eviction_policy="evict_first") for w in tables] for part in parts]
-        xs = [_load_rows(x_ref, part, real) for part in parts]
-        for n in range(ahead):
-            sums = [s + plgpu.dot(xs[n], w.astype(xs[n].dtype).T) for s, w in zip(sums, ws[n], strict=True)]
-        return sums
+        ws = [plgpu.load(w.at[*layer, at, part], eviction_policy="evict_first") for w in tables]
+        x = _load_rows(x_ref, part, real)
+        return [s + plgpu.dot(x, w.astype(x.dtype).T) for s, w in zip(sums, ws, strict=True)]
 
     start = [jnp.zeros((blocks.rows, columns), jnp.float32) for _ in matrices]
-    sums = jax.lax.fori_loop(0, depth // (step * ahead), body, start)
+    sums = jax.lax.fori_loop(0, depth // step, body, start)
     return [
         s * m.scale[*layer, at][None, :] if isinstance(m, Int8Matrix) else s
         for s, m in zip(sums, matrices, strict=True)
