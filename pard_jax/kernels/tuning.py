@@ -33,8 +33,12 @@ SLOTS = 64  # the most slots of the cache that attention takes in a turn: caches
 _NUM_PROCESSORS = 132  # of an H100 or H200: fewer programs than this leave some idle
 
 
-def linear_blocks(rows: int, depth: int, widths: Sequence[int], *, gated: bool) -> LinearBlocks:
-    """Blocks for products of ``rows`` rows with matrices of ``widths`` x ``depth``."""
+def linear_blocks(rows: int, depth: int, widths: Sequence[int], *, gated: bool, itemsize: int = 2) -> LinearBlocks:
+    """Blocks for products of ``rows`` rows with matrices of ``widths`` x ``depth``, of ``itemsize`` bytes a weight.
+
+    What was measured is bfloat16. Of int8, a turn of the large matrices' loops takes as many bytes, for what hides the
+    latency of memory are the bytes under way: a first choice.
+    """
     height = min(max(16, power_of_two(rows)), 128)
     step = next(s for s in (256, 128, 64) if depth % s == 0)
     if height > 32:
@@ -43,10 +47,10 @@ def linear_blocks(rows: int, depth: int, widths: Sequence[int], *, gated: bool) 
         return LinearBlocks(height, columns, 64, warps=4 if columns < 64 else 8, stages=4)
     total = widths[0] if gated else sum(widths)
     if all(width % 64 == 0 for width in widths) and total >= 8 * 64 * _NUM_PROCESSORS:
-        return LinearBlocks(height, 64, min(step, 128), warps=2, stages=4)
+        return LinearBlocks(height, 64, min(step, 256 // itemsize), warps=2, stages=4)
     if all(width % 32 == 0 for width in widths) and (gated or depth >= 1024) and total >= 24 * 32:
         warps = 2 if height == 32 or (depth < 4096 and not gated) else 4
-        return LinearBlocks(height, 32, min(step, 128) if gated else step, warps, stages=4)
+        return LinearBlocks(height, 32, min(step, 256 // itemsize) if gated else step, warps, stages=4)
     # A small matrix is a matter of latency: enough programs to go round, as much as possible asked for at once.
     if height == 16 and depth % 512 == 0:
         return LinearBlocks(height, 16, 512, warps=2, stages=3)

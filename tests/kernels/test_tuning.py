@@ -27,15 +27,16 @@ def is_power_of_two(n: int) -> bool:
     return n > 0 and n & (n - 1) == 0
 
 
+@pytest.mark.parametrize("itemsize", [1, 2])
 @pytest.mark.parametrize("model", MODELS)
-def test_blocks_of_products_divide_the_matrices(model: str):
+def test_blocks_of_products_divide_the_matrices(model: str, itemsize: int):
     d, n, m, h, f, v = MODELS[model]
     products = [
         (d, [n * h, m * h, m * h], False), (n * h, [d], False), (d, [f, f], True), (f, [d], False), (d, [v], False),
     ]  # fmt: skip
     for (depth, widths, gated), rows in itertools.product(products, ROWS):
         assert all(fits_linear(rows, depth, width) for width in widths)
-        blocks = linear_blocks(rows, depth, widths, gated=gated)
+        blocks = linear_blocks(rows, depth, widths, gated=gated, itemsize=itemsize)
         # No column and no step overhangs: only rows are masked.
         assert all(width % blocks.columns == 0 for width in widths)
         assert depth % blocks.step == 0
@@ -46,7 +47,7 @@ def test_blocks_of_products_divide_the_matrices(model: str):
         assert rows <= blocks.rows < max(2 * rows, 17)  # one block, and less than half of it empty
         matrices = 2 if gated else 1
         # A stage of the pipeline holds a step of x and of the matrices; an H100 has 227 KiB of shared memory.
-        stage = 2 * blocks.step * (blocks.rows + matrices * blocks.columns)
+        stage = blocks.step * (2 * blocks.rows + itemsize * matrices * blocks.columns)
         assert stage * blocks.stages <= 227 * 1024
 
 
