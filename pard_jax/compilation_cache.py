@@ -1,9 +1,8 @@
 """JAX's persistent compilation cache, on by default: what one start compiles, the next one reads.
 
 It lies in ``$PARD_JAX_HOME/xla`` (``~/.cache/pard_jax/xla``), grows without a limit and can be deleted at any time. JAX
-files programs under all that they depend on, the processor's features included, so a home may be shared by machines.
-Whoever has chosen a directory of his own (``JAX_COMPILATION_CACHE_DIR``) or none (``JAX_ENABLE_COMPILATION_CACHE=false``)
-is left alone.
+files programs under all that they depend on, the processor's features included, so machines may share a home. The user
+may choose a directory (``JAX_COMPILATION_CACHE_DIR``) or none (``JAX_ENABLE_COMPILATION_CACHE=false``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Text to token ids and back, and whether two models mean the same by an id.
 
-A thin wrapper over transformers' tokenizers, which are imported when one is first loaded: that takes a third of a second,
-or two where PyTorch is installed, and token-id prompts need none. Also reads ``generation_config.json``, the defaults that come with a tokenizer.
+A thin wrapper over transformers' tokenizers, which are imported when one is first loaded: it takes a third of a second,
+two where PyTorch is installed, and token-id prompts need none. Also reads ``generation_config.json``, the defaults that
+come with a tokenizer.
 """
 
 from __future__ import annotations
