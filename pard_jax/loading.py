@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from pard_jax import compilation_cache
 from pard_jax.config import EngineConfig, ModelConfig, SpeculativeConfig, extra_slots
 from pard_jax.config.model import MASK_TOKEN_KEYS
 from pard_jax.decoding.drafters import Drafter, NgramDrafter, NoDrafter, PardDrafter, SequentialDrafter
@@ -20,6 +21,7 @@ from pard_jax.engine.memory import MemoryPlan, Speculation, device_memory, plan_
 from pard_jax.models import make_mesh
 from pard_jax.models.attention import is_nvidia
 from pard_jax.presets import resolve_draft, resolve_target
+from pard_jax.program_store import ProgramStore
 from pard_jax.tokenizer import Tokenizer, check_same_vocabulary, load_generation_config, load_tokenizer
 from pard_jax.weights import load_params
 
@@ -58,7 +60,7 @@ class Parts:
 
     def build(self) -> Engine:
         """An engine, its caches allocated and nothing compiled yet."""
-        settings = self.settings
+        settings, directory = self.settings, compilation_cache.directory()
         return Engine(
             settings.config,
             settings.drafter,
@@ -76,6 +78,7 @@ class Parts:
             seed=self.engine_config.seed,
             synthetic_rates=self.synthetic_rates,
             mesh=self.mesh,
+            store=None if directory is None else ProgramStore(directory, self.mesh.devices.flat),
         )
 
     def without_speculation(self) -> Parts:

@@ -25,6 +25,7 @@ from pard_jax.engine.memory import MemoryPlan
 from pard_jax.engine.metrics import AcceptanceStats
 from pard_jax.engine.request import Request, RequestUpdate, StepLogprobs
 from pard_jax.engine.stop import StopChecker
+from pard_jax.program_store import ProgramStore
 from pard_jax.sampling_params import SamplingParams
 from pard_jax.tokenizer import Tokenizer
 
@@ -79,6 +80,7 @@ class Engine:
         seed: int | None = 0,
         synthetic_rates: tuple[float, ...] | None = None,
         mesh: Mesh | None = None,
+        store: ProgramStore | None = None,
     ) -> None:
         """
         Args:
@@ -92,6 +94,7 @@ class Engine:
             specialize: compile a program of its own for batches of plain greedy requests: less work a step, twice the
                 compilation.
             eos_token_ids: the primary one first.
+            store: where compiled programs are kept for other processes; None keeps none.
             seed: base of the seeds of requests that bring none; None for a new one each time.
         """
         self.config, self.drafter, self.plan, self.tokenizer = config, drafter, plan, tokenizer
@@ -117,6 +120,7 @@ class Engine:
             implementation=implementation,
             synthetic_rates=synthetic_rates,
             state_sharding=sharding,
+            store=store,
         )
         self._slots: list[_Slot | None] = [None] * num_rows
         self._most_passes = _CHUNKS_PER_DISPATCH
