@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from pard_jax.decoding.drafters import Drafter, NgramDrafter, NoDrafter, PardDra
 from pard_jax.decoding.drafters.model import ModelDrafter
 from pard_jax.engine.engine import Engine
 from pard_jax.engine.memory import MemoryPlan, Speculation, device_memory, plan_memory
-from pard_jax.models import make_mesh
+from pard_jax.models import abstract_params, make_mesh
 from pard_jax.models.attention import is_nvidia
 from pard_jax.presets import resolve_draft, resolve_target
 from pard_jax.program_store import ProgramStore
@@ -139,6 +140,7 @@ def load_engine(
     revision: str | None = None,
     progress: bool = True,
     tokenizer: Tokenizer | None = None,
+    before_weights: Callable[[Engine], None] = lambda engine: None,
 ) -> Loaded:
     """Build an engine.
 
@@ -150,6 +152,8 @@ def load_engine(
         revision: of a hub id.
         progress: show progress bars on a terminal.
         tokenizer: the model's, where the caller has loaded it already.
+        before_weights: is given the engine, complete but for its weights: to refuse requests, and to start compiling
+            while weights are read.
 
     Raises:
         FileNotFoundError, ValueError, NotImplementedError: see the rooms that raise them.
@@ -194,11 +198,13 @@ def load_engine(
         )
     drafter = make_drafter(speculative, config, draft_config, plan.max_model_len, implementation)
 
-    params = {"target": load_params(directory, config, dtype=dtype, mesh=mesh, progress=progress)}
-    if shared_weights:
-        params["draft"] = params["target"]
-    elif draft_directory is not None and draft_config is not None:
-        params["draft"] = load_params(draft_directory, draft_config, dtype=dtype, mesh=mesh, progress=progress)
+    models = {"target": (directory, config)}
+    if draft_directory is not None and draft_config is not None and not shared_weights:
+        models["draft"] = (draft_directory, draft_config)
+
+    def of_each(make: Callable[[Path, ModelConfig], Any]) -> dict[str, Any]:
+        params = {name: make(*model) for name, model in models.items()}
+        return params | {"draft": params["target"]} if shared_weights else params
 
     settings = Settings(
         model=directory,
@@ -216,7 +222,7 @@ def load_engine(
     parts = Parts(
         settings,
         engine_config,
-        params,
+        of_each(lambda _, config: abstract_params(config, dtype, mesh)),
         speculative_slots=speculation.num_speculative_tokens + speculation.extra_slots,
         synthetic_rates=None if speculative is None else speculative.conditional_acceptance_rates,
         tokenizer=tokenizer,
@@ -224,7 +230,15 @@ def load_engine(
         mesh=mesh,
     )
     defaults = {k: v for k, v in generation.items() if k != "eos_token_id"}
-    return Loaded(parts.build(), settings, tokenizer, defaults, parts)
+    engine = parts.build()
+    before_weights(engine)
+    try:
+        params = of_each(lambda path, config: load_params(path, config, dtype=dtype, mesh=mesh, progress=progress))
+    except BaseException:
+        engine.stop_compiling()
+        raise
+    engine.take_params(params)
+    return Loaded(engine, settings, tokenizer, defaults, dataclasses.replace(parts, params=params))
 
 
 def make_drafter(

@@ -36,7 +36,6 @@ class ProgramStore:
     """Programs for some devices, in one directory that nobody else may write to: reading one can run anything."""
 
     def __init__(self, directory: Path, devices: Sequence[Any]) -> None:
-        self.num_compiled = 0  # programs that were not found
         self._directory, self._devices = directory, tuple(devices)
 
     def keep(self, name: str, jitted: Any, made_of: Any) -> KeptProgram:
@@ -50,14 +49,16 @@ class ProgramStore:
         """
         return KeptProgram(self, name, jitted, repr(made_of))
 
-    def get(self, name: str, made_of: str, args: Any, static: Any, compile: Callable[[], jax.stages.Compiled]) -> Any:
-        """The program for arguments like ``args``: read, or else compiled and written."""
+    def path(self, name: str, made_of: str, args: Any, static: Any) -> Path:
+        """Where the program for arguments like ``args`` lies, if it does."""
         described = (name, made_of, _describe(args), static, _surroundings(self._devices))
-        path = self._directory / f"{name}-{hashlib.sha256(repr(described).encode()).hexdigest()[:32]}.program"
+        return self._directory / f"{name}-{hashlib.sha256(repr(described).encode()).hexdigest()[:32]}.program"
+
+    def get(self, path: Path, compile: Callable[[], jax.stages.Compiled]) -> Any:
+        """The program of this path: read, or else compiled and written."""
         if (program := self._read(path)) is None:
             with _without_jaxs_cache() as hits:
                 program = compile()
-            self.num_compiled += 1
             if not hits:
                 self._write(path, program)
         return program
@@ -89,18 +90,35 @@ class KeptProgram:
         self._store, self._name, self._jitted, self._made_of = store, name, jitted, made_of
         self._ready: dict[Any, Any] = {}
 
+    def is_kept(self, *args: Any, **static: Any) -> bool:
+        """Whether the program for such arguments lies in the store."""
+        return self._store.path(self._name, self._made_of, args, static).is_file()
+
     def prepare(self, *args: Any, **static: Any) -> Any:
         """Have the program for such arguments ready; for arrays, ``ShapeDtypeStruct``s with shardings will do."""
         # Pytrees are taken to be the same in every call; only arrays that are arguments themselves tell calls apart.
         key = (*(getattr(arg, "shape", None) for arg in args), *static.items())
         if (program := self._ready.get(key)) is None:
-            program = self._ready[key] = self._store.get(
-                self._name, self._made_of, args, static, lambda: self._jitted.lower(*args, **static).compile()
-            )
+            path = self._store.path(self._name, self._made_of, args, static)
+            program = self._store.get(path, lambda: self._jitted.lower(*args, **static).compile())
+            self._ready[key] = program
         return program
 
     def __call__(self, *args: Any, **static: Any) -> Any:
         return self.prepare(*args, **static)(*args)
+
+
+def is_kept(program: Any, *args: Any, **static: Any) -> bool:
+    """Whether an earlier process has left the program for arguments like these; of a jitted one that is not known."""
+    return isinstance(program, KeptProgram) and program.is_kept(*args, **static)
+
+
+def prepare(program: Any, *args: Any, **static: Any) -> None:
+    """Compile a jitted or a kept program for arguments like these, without running it."""
+    if isinstance(program, KeptProgram):
+        program.prepare(*args, **static)
+    else:
+        program.lower(*args, **static).compile()  # JAX's own caches have it from here on
 
 
 @contextlib.contextmanager

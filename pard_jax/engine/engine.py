@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent import futures
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from tqdm.auto import tqdm
 
 from pard_jax.config import ModelConfig
 from pard_jax.decoding.drafters import Drafter
@@ -25,7 +28,7 @@ from pard_jax.engine.memory import MemoryPlan
 from pard_jax.engine.metrics import AcceptanceStats
 from pard_jax.engine.request import Request, RequestUpdate, StepLogprobs
 from pard_jax.engine.stop import StopChecker
-from pard_jax.program_store import ProgramStore
+from pard_jax.program_store import ProgramStore, is_kept, prepare
 from pard_jax.sampling_params import SamplingParams
 from pard_jax.tokenizer import Tokenizer
 
@@ -84,7 +87,8 @@ class Engine:
     ) -> None:
         """
         Args:
-            config, drafter, params: the target, the drafter, and ``{"target": ..., "draft": ...}``.
+            config, drafter, params: the target, the drafter, and ``{"target": ..., "draft": ...}``, or their shapes and
+                shardings, until :meth:`take_params`.
             plan: sizes of the caches.
             num_rows: B, the slots.
             chunk_size: C, prompt tokens of one prefill pass.
@@ -127,6 +131,7 @@ class Engine:
         if plan.prefill_rows > 1:
             # Half of the rows in one go: many small requests come and go faster than a few passes take them in.
             self._most_passes = max(self._most_passes, num_rows // (2 * plan.prefill_rows))
+        self._compiling: list[futures.Future[None]] = []  # by start_compiling
         self._in_flight: collections.deque[_Dispatch] = collections.deque()
         # Shared with other threads, under the lock: requests not yet in a slot, ids to abort, ids that are known.
         self._lock = threading.Lock()
@@ -215,26 +220,80 @@ class Engine:
 
     # -- from the engine's thread ---------------------------------------------------------------------------------
 
-    def warm_up(self, max_length: int | None = None) -> int:
+    def start_compiling(self, max_length: int | None = None) -> int:
+        """Have another thread compile, or read, what :meth:`warm_up` will run; it needs no weights but their shapes.
+
+        Returns:
+            The number of programs that no earlier start has left to be read.
+        """
+        params, state = _shapes(self._params), _shapes(self._state)
+        tasks, missing = [], 0
+        for name, args, static in self._all_calls(max_length):
+            arrays = (state,) if name == "admit" else (params, state)
+            program = getattr(self._programs, name)
+            tasks.append(functools.partial(prepare, program, *arrays, *args, **static))
+            missing += not is_kept(program, *arrays, *args, **static)
+        pool = futures.ThreadPoolExecutor(1, "compiling")
+        self._compiling = [pool.submit(task) for task in tasks]
+        pool.shutdown(wait=False)
+        return missing
+
+    def stop_compiling(self) -> None:
+        """Leave what has not begun."""
+        for task in self._compiling:
+            task.cancel()
+
+    def take_params(self, params: dict[str, Any]) -> None:
+        """Put weights in the place of the shapes that the engine was made with."""
+        self._params = params
+
+    def warm_up(self, max_length: int | None = None, *, progress: bool = False) -> int:
         """Compile every program for sequences up to ``max_length`` tokens (None: any); nothing compiles afterwards.
+
+        Args:
+            progress: show, on a terminal, how many programs of :meth:`start_compiling` are ready.
 
         Returns:
             The number of attention windows compiled for.
         """
+        try:
+            for task in tqdm(self._compiling, "Compiling", unit=" programs", disable=None if progress else True):
+                task.result()
+        finally:
+            self.stop_compiling()
+            self._compiling = []
+        windows = set()
+        for name, args, static in self._all_calls(max_length):
+            self._call(name, *args, **static)
+            windows.add(static.get("window"))
+        jax.block_until_ready(self._state.length)
+        return len(windows - {None})
+
+    def _all_calls(self, max_length: int | None) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+        """A call of every program, as :meth:`_call` takes it, that does nothing to any row."""
         length = min(max_length or self.plan.max_model_len, self.plan.max_model_len)
         prefilled = -(-length // self.chunk_size) * self.chunk_size  # a prompt is read in whole chunks
         longest = self.plan.window(max(self._reach(length), prefilled))
-        windows = [w for w in self.plan.windows if w <= longest]
         widths = sorted({1, self.plan.prefill_rows})
         for width in widths:
-            self._admit_rows([], width)
-        for window in windows:
+            yield "admit", self._admission([], width), {}
+        for window in (w for w in self.plan.windows if w <= longest):
             for width in widths:
-                self._prefill_rows([], [], [], width, window)
-            for greedy in {False, self._specialize}:
-                self._run(np.zeros(len(self._slots), bool), 1, window, greedy)
-        jax.block_until_ready(self._state.length)
-        return len(windows)
+                yield "prefill", self._chunks([], [], [], width), {"window": window}
+            for greedy in sorted({False, self._specialize}):
+                keep = np.zeros(len(self._slots), bool)
+                yield "decode", (keep, np.int32(1)), {"window": window, "greedy": greedy}
+
+    def _call(self, name: str, *args: Any, **static: Any) -> Any:
+        """Run a program, which takes the state and gives it back, and return what else it gives."""
+        program = getattr(self._programs, name)
+        if name == "admit":
+            self._state, result = program(self._state, *args), None
+        elif name == "prefill":
+            self._state, result = program(self._params, self._state, *args, **static), None
+        else:
+            self._state, result = program(self._params, self._state, *args, **static)
+        return result
 
     def step(self) -> list[RequestUpdate]:
         """Admit, prefill, dispatch, and read the dispatch before; returns what is new, request by request."""
@@ -269,15 +328,15 @@ class Engine:
             self._slots[index] = _Slot(request)
         while admitted:
             width = self._width(len(admitted))
-            self._admit_rows(admitted[:width], width)
+            self._call("admit", *self._admission(admitted[:width], width))
             admitted = admitted[width:]
 
     def _width(self, count: int) -> int:
         """Rows of the next call that admits or prefills, where ``count`` are to be."""
         return self.plan.prefill_rows if count > _CHUNKS_PER_DISPATCH else 1
 
-    def _admit_rows(self, admitted: list[tuple[int, Request]], width: int) -> None:
-        """Put up to ``width`` requests into their rows by one call of a program compiled for this many."""
+    def _admission(self, admitted: list[tuple[int, Request]], width: int) -> tuple[Any, Row]:
+        """Arguments to put up to ``width`` requests into their rows by one call of a program compiled for this many."""
         requests = [request for _, request in admitted]
         params = [request.params for request in requests]
         prompts = [request.prompt_token_ids for request in requests]
@@ -296,7 +355,7 @@ class Engine:
             max_length=_column([request.max_length for request in requests], width, np.int32),
             num_logprobs=_column([-1 if p.logprobs is None else p.logprobs for p in params], width, np.int32),
         )
-        self._state = self._programs.admit(self._state, self._row_ids([i for i, _ in admitted], width), row)
+        return self._row_ids([i for i, _ in admitted], width), row
 
     def _prefill(self) -> None:
         pending = [(i, s) for i, s in enumerate(self._slots) if s is not None and s.num_to_prefill > 0]
@@ -307,18 +366,17 @@ class Engine:
             rows = dict(pending[:width])
             starts = [slot.prefilled for slot in rows.values()]
             counts = [min(self.chunk_size, slot.num_to_prefill) for slot in rows.values()]
-            self._prefill_rows(list(rows), starts, counts, width, self.plan.window(max(starts) + self.chunk_size))
+            window = self.plan.window(max(starts) + self.chunk_size)
+            self._call("prefill", *self._chunks(list(rows), starts, counts, width), window=window)
             for slot, count in zip(rows.values(), counts, strict=True):
                 slot.prefilled += count
             pending = [(i, s) for i, s in rows.items() if s.num_to_prefill > 0] + pending[width:]
             budget = None if budget is None else budget - 1
 
-    def _prefill_rows(self, rows: list[int], starts: list[int], counts: list[int], width: int, window: int) -> None:
-        """Take in a chunk of each of up to ``width`` rows' prompts by one call of a program compiled for this many."""
+    def _chunks(self, rows: list[int], starts: list[int], counts: list[int], width: int) -> tuple[Any, Any, Any]:
+        """Arguments to take in a chunk of each of up to ``width`` rows' prompts by a program compiled for this many."""
         starts_, counts_ = (_column(values, width, np.int32) for values in (starts, counts))
-        self._state = self._programs.prefill(
-            self._params, self._state, self._row_ids(rows, width), starts_, counts_, window=window
-        )
+        return self._row_ids(rows, width), starts_, counts_
 
     def _row_ids(self, rows: list[int], width: int) -> Any:
         """Row ids of a call ``width`` rows wide; what is missing is filled with ids, all different, of no row."""
@@ -350,10 +408,7 @@ class Engine:
         return length + self._speculative_slots
 
     def _run(self, keep: np.ndarray, steps: int, window: int, greedy: bool) -> tuple[jax.Array, StepOutput]:
-        self._state, result = self._programs.decode(
-            self._params, self._state, keep, np.int32(steps), window=window, greedy=greedy
-        )
-        return result
+        return self._call("decode", keep, np.int32(steps), window=window, greedy=greedy)
 
     def _collect(self, dispatch: _Dispatch) -> list[RequestUpdate]:
         live = {i: s for i, s in dispatch.rows.items() if not s.request.finished}
@@ -407,6 +462,10 @@ class Engine:
             return int(np.random.SeedSequence(params.seed % 2**64).generate_state(1)[0])
         with self._lock:
             return int(self._seeds.spawn(1)[0].generate_state(1)[0])
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
 def _column(values: list[Any], width: int, dtype: Any) -> Any:
