@@ -25,6 +25,7 @@ from pard_jax.presets import resolve_draft, resolve_target
 from pard_jax.program_store import ProgramStore
 from pard_jax.tokenizer import Tokenizer, check_same_vocabulary, load_generation_config, load_tokenizer
 from pard_jax.weights import load_params
+from pard_jax.weights.borrow import same_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +183,8 @@ def load_engine(
     generation = load_generation_config(directory)
     shared_weights = draft_directory is not None and draft_directory.resolve() == directory.resolve()
     if draft_directory is not None and draft_config is not None and speculative is not None and not shared_weights:
-        draft_tokenizer = load_tokenizer(draft_directory)
+        same = same_tokenizer(directory, draft_directory)
+        draft_tokenizer = tokenizer if same else load_tokenizer(draft_directory)
         mask = _mask_token_id(speculative, draft_config) if speculative.drafter == "pard" else None
         check_same_vocabulary(tokenizer, draft_tokenizer, config.vocab_size, draft_config.vocab_size, mask)
 

@@ -116,17 +116,20 @@ class Tokenizer:
             raise ValueError("the conversation has no messages; expected at least one")
         conversation = [_text_message(message) for message in messages]
         try:
-            return list(
-                self.hf.apply_chat_template(
-                    conversation,
-                    tokenize=True,
-                    add_generation_prompt=add_generation_prompt,
-                    return_dict=False,  # the default differs between transformers 4.57 and 5
-                    **template_kwargs,
-                )
-            )
+            return self._render(conversation, add_generation_prompt, **template_kwargs)
         except jinja2.TemplateError as e:
             raise ValueError(f"the chat template refused the messages: {e}") from e
+
+    def _render(self, conversation: list[dict[str, Any]], add_generation_prompt: bool, **more: Any) -> list[int]:
+        return list(
+            self.hf.apply_chat_template(
+                conversation,
+                tokenize=True,
+                add_generation_prompt=add_generation_prompt,
+                return_dict=False,  # the default differs between transformers 4.57 and 5
+                **more,
+            )
+        )
 
 
 def check_unicode(text: str) -> None:
@@ -184,6 +187,10 @@ def load_tokenizer(directory: str | Path) -> Tokenizer | None:
         return None
     try:
         if _is_generic(directory):
+            from pard_jax.plain_tokenizer import load_plain
+
+            if (plain := load_plain(directory)) is not None:
+                return plain
             from transformers import PreTrainedTokenizerFast as Loader
         else:
             from transformers import AutoTokenizer as Loader
@@ -245,7 +252,10 @@ def check_same_vocabulary(
                 f"(Sizes may differ where both checkpoints bring a tokenizer to compare; the {missing} brings none.)"
             )
         return shared
-    ids = sorted({*target.vocab.values(), *draft.vocab.values()})
+    if target is draft:  # there is nothing to compare, but what may lie outside
+        ids = sorted(i for i in target.vocab.values() if i >= shared)
+    else:
+        ids = sorted({*target.vocab.values(), *draft.vocab.values()})
     for token_id, ours, theirs in zip(ids, target.tokens(ids), draft.tokens(ids), strict=True):
         if token_id == mask_token_id and ours is None:
             continue

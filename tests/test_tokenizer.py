@@ -9,7 +9,6 @@ import pytest
 import tokenizers
 from transformers import AutoTokenizer
 
-from pard_jax.presets import PRESETS
 from pard_jax.tokenizer import Tokenizer, check_same_vocabulary, load_generation_config, load_tokenizer
 from tests.helpers.tokenizer import SPECIAL_TOKENS, make_tokenizer
 
@@ -39,16 +38,6 @@ def test_the_tokenizer_is_the_one_that_transformers_chooses(tmp_path, model_type
     assert ours is not None and type(ours.hf) is type(theirs)
     assert ours.hf.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
     assert ours.hf.init_kwargs == theirs.init_kwargs and ours.hf.chat_template == theirs.chat_template
-
-
-def test_the_demo_pairs_tokenizer_needs_no_pytorch():
-    code = f"""
-import sys
-from pard_jax.tokenizer import load_tokenizer
-assert load_tokenizer({str(PRESETS["demo"].target)!r}).encode("a fox")
-assert "torch" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_encode_and_decode_are_the_tokenizers_librarys(tokenizer, tokenizer_dir):
