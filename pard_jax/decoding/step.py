@@ -7,6 +7,7 @@ attention window are static, and nothing else is: no prompt, length or sampling 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -251,6 +252,7 @@ class Programs:
         state = dataclasses.replace(state, active=state.active & keep)
         rates = None if self._rates is None else jnp.asarray(self._rates, jnp.float32)
 
+        @functools.partial(jax.jit, inline=True)  # traced once, for its shapes and for the loop
         def one(state: DecodeState) -> tuple[DecodeState, StepOutput]:
             return step(
                 self.config,
