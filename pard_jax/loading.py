@@ -80,7 +80,7 @@ class Parts:
             seed=self.engine_config.seed,
             synthetic_rates=self.synthetic_rates,
             mesh=self.mesh,
-            store=None if directory is None else ProgramStore(directory, self.mesh.devices.flat),
+            store=None if directory is None else ProgramStore(directory, [*self.mesh.devices.flat]),
         )
 
     def without_speculation(self) -> Parts:

@@ -24,8 +24,8 @@ from typing import Any
 import flax
 import jax
 import jaxlib
-from jax._src.lib import xla_client  # JAX's own cache takes the processor's features from here; they are nowhere else
 from jax.experimental import serialize_executable
+from jaxlib import xla_client  # JAX's own cache takes the processor's features from here; they are nowhere else
 
 _ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
@@ -150,7 +150,8 @@ def _describe(args: Any) -> Any:
 
 def _surroundings(devices: tuple[Any, ...]) -> Any:
     settings = {name: value for name, value in jax.config.values.items() if "cache" not in name}
-    versions = (jax.__version__, jaxlib.__version__, flax.__version__, devices[0].client.platform_version)
+    jaxlib_version = jaxlib.__version__  # pyright: ignore[reportPrivateImportUsage]
+    versions = (jax.__version__, jaxlib_version, flax.__version__, devices[0].client.platform_version)
     flags = [os.environ.get(name) for name in _ENVIRONMENT]
     return versions, flags, sorted(settings.items()), devices, _fingerprint(devices), _source()
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pard_jax import program_store
 from pard_jax.program_store import KeptProgram, ProgramStore, is_kept, prepare
@@ -94,6 +95,16 @@ def test_prepared_from_shapes(tmp_path: Path) -> None:
     prepare(jitted, ONE)
     assert not is_kept(jitted, ONE) and len(traces) == 1
     assert jitted(ONE) == 2.0 and len(traces) == 1
+
+
+def test_a_program_of_several_devices(tmp_path: Path) -> None:
+    devices = jax.devices()[2:4]
+    sharding = NamedSharding(Mesh(np.asarray(devices), ("x",)), PartitionSpec("x"))
+    weights = {"weight": jax.device_put(jnp.arange(4.0), sharding)}
+    assert program(tmp_path, devices=devices)(weights, TWO[:1], n=3)["sum"].sharding == sharding
+    again = program(tmp_path, never, devices=devices)(weights, TWO[1:], n=3)["sum"]
+    assert again.sharding == sharding
+    np.testing.assert_array_equal(again, [3.0, 4.0, 5.0, 6.0])
 
 
 @pytest.mark.parametrize("content", [b"", b"rubbish", "truncated"])

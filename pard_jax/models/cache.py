@@ -22,7 +22,7 @@ def zeros(shape: tuple[int, ...], dtype, sharding: NamedSharding | None = None) 
 
     On CPUs without a program: its compilation would be the only one of many starts, and loads 0.15 s of Python modules.
     """
-    if sharding is None or sharding.mesh.devices.flat[0].platform != "cpu":
+    if sharding is None or next(iter(sharding.device_set)).platform != "cpu":
         return jnp.zeros(shape, dtype, device=sharding)
     return jax.make_array_from_callback(shape, sharding, lambda index: np.zeros(sharding.shard_shape(shape), dtype))
 
