@@ -33,7 +33,7 @@ examples:
 Text goes to stdout, everything else to stderr. Exit status: 0; 2 after an error; 130 after Ctrl-C.
 """
 _MOST_SLOTS = 8
-# Lengths are rounded up to a multiple of it, so that similar runs have equal programs, which JAX can keep on disk.
+# Lengths are rounded up to a multiple of it, so that similar runs have equal programs, which are kept on disk.
 _LENGTH_STEP = 256
 
 
