@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import pickle
-import tempfile
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -28,6 +28,8 @@ from jax.experimental import serialize_executable
 from jaxlib import xla_client  # JAX's own cache takes the processor's features from here; they are nowhere else
 
 _ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_THRESHOLD = "jax_persistent_cache_min_compile_time_secs"
+_COMPILING = threading.Lock()
 
 logger = logging.getLogger(__name__)
 
@@ -74,13 +76,13 @@ class ProgramStore:
             return None
 
     def _write(self, path: Path, program: jax.stages.Compiled) -> None:
+        beside = path.with_name(f".{path.name}.{os.getpid()}.partial")
         try:
-            content = zlib.compress(pickle.dumps(serialize_executable.serialize(program)), level=1)
-            with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", suffix=".partial", delete=False) as file:
-                file.write(content)
-            os.replace(file.name, path)  # whole or not at all, whoever reads or writes it meanwhile
+            beside.write_bytes(zlib.compress(pickle.dumps(serialize_executable.serialize(program)), level=1))
+            beside.replace(path)  # whole or not at all, whoever reads or writes it meanwhile
         except Exception as e:  # a full disk, or a backend that cannot serialize: the program runs all the same
             logger.info("%s is not kept: %s: %s", path, type(e).__name__, e)
+            beside.unlink(missing_ok=True)
 
 
 class KeptProgram:
@@ -133,14 +135,15 @@ def _without_jaxs_cache() -> Iterator[list[str]]:
         if event == "/jax/compilation_cache/cache_hits":
             hits.append(event)
 
-    threshold = jax.config.jax_persistent_cache_min_compile_time_secs  # pyright: ignore[reportAttributeAccessIssue]
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
-    jax.monitoring.register_event_listener(listen)
-    try:
-        yield hits
-    finally:
-        jax.monitoring.unregister_event_listener(listen)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", threshold)
+    with _COMPILING:  # the setting is all threads'
+        threshold = getattr(jax.config, _THRESHOLD)
+        jax.config.update(_THRESHOLD, math.inf)
+        jax.monitoring.register_event_listener(listen)
+        try:
+            yield hits
+        finally:
+            jax.monitoring.unregister_event_listener(listen)
+            jax.config.update(_THRESHOLD, threshold)
 
 
 def _describe(args: Any) -> Any:
@@ -153,12 +156,16 @@ def _surroundings(devices: tuple[Any, ...]) -> Any:
     jaxlib_version = jaxlib.__version__  # pyright: ignore[reportPrivateImportUsage]
     versions = (jax.__version__, jaxlib_version, flax.__version__, devices[0].client.platform_version)
     flags = [os.environ.get(name) for name in _ENVIRONMENT]
-    return versions, flags, sorted(settings.items()), devices, _fingerprint(devices), _source()
+    kinds = [(device.id, device.device_kind) for device in devices]
+    return versions, flags, sorted(settings.items()), kinds, _fingerprint(devices), _source()
 
 
 @functools.cache
-def _fingerprint(devices: tuple[Any, ...]) -> int:
-    return xla_client.get_topology_for_devices(list(devices)).fingerprint()
+def _fingerprint(devices: tuple[Any, ...]) -> int | None:
+    try:
+        return xla_client.get_topology_for_devices(list(devices)).fingerprint()
+    except jax.errors.JaxRuntimeError:  # a backend that does not describe itself, as JAX's cache takes it
+        return None
 
 
 @functools.cache
