@@ -208,7 +208,7 @@ def _load(
 
 def _start_compiling(engine: Engine, method: str, longest: int) -> None:
     """Begin with what :func:`_timed` waits for, and say what is being waited for."""
-    count, home = engine.start_compiling(longest), compilation_cache.directory()
+    count, home = engine.start_compiling(longest).num_to_compile, compilation_cache.directory()
     if count == 0:
         cli.say(f"reading      {method} decoding, compiled by an earlier start, from {home}")
     else:

@@ -11,6 +11,7 @@ import jax
 import pytest
 
 import pard_jax.loading
+from pard_jax.engine.ahead import Ahead
 from pard_jax.engine.engine import Engine
 from pard_jax.generate import main
 from tests.helpers.checkpoints import VOCABULARY, Checkpoints, make_checkpoints
@@ -158,7 +159,7 @@ def test_ends_early(
     def fail(*_: Any, **__: Any) -> None:
         raise raised
 
-    monkeypatch.setattr(Engine, "start_compiling", lambda *_: 3)
+    monkeypatch.setattr(Engine, "start_compiling", lambda *_: Ahead([]))
     monkeypatch.setattr(Engine, "warm_up", fail)
     output = tmp_path / "out.jsonl"
     output.write_text("of another run")
@@ -173,7 +174,7 @@ def test_a_fault_keeps_its_traceback(models: Checkpoints, monkeypatch: pytest.Mo
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("INTERNAL: a fault")
 
-    monkeypatch.setattr(Engine, "start_compiling", lambda *_: 3)
+    monkeypatch.setattr(Engine, "start_compiling", lambda *_: Ahead([]))
     monkeypatch.setattr(Engine, "warm_up", fail)
     with pytest.raises(RuntimeError, match="a fault"):
         main(["--model", models.target, "x"])

@@ -157,8 +157,7 @@ def test_the_engine_can_be_had_before_its_weights(pair, monkeypatch):
     def take(engine: Engine) -> None:
         with pytest.raises(ValueError, match="cannot be empty"):
             engine.add_request("empty", [], SamplingParams())
-        engine.start_compiling(8)
-        seen.extend(engine._compiling)
+        seen.extend(engine.start_compiling(8).tasks)
 
     def fail(*_: Any, **__: Any) -> None:
         assert seen

@@ -8,27 +8,26 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent import futures
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from tqdm.auto import tqdm
 
 from pard_jax.config import ModelConfig
 from pard_jax.decoding.drafters import Drafter
 from pard_jax.decoding.state import MAX_STOP_TOKEN_IDS, Row, init_state
 from pard_jax.decoding.step import Programs, StepOutput
+from pard_jax.engine.ahead import Ahead, shapes
+from pard_jax.engine.columns import column, padded
 from pard_jax.engine.memory import MemoryPlan
 from pard_jax.engine.metrics import AcceptanceStats
 from pard_jax.engine.request import Request, RequestUpdate, StepLogprobs
 from pard_jax.engine.stop import StopChecker
-from pard_jax.program_store import ProgramStore, is_kept, prepare
+from pard_jax.program_store import ProgramStore
 from pard_jax.sampling_params import SamplingParams
 from pard_jax.tokenizer import Tokenizer
 
@@ -131,7 +130,7 @@ class Engine:
         if plan.prefill_rows > 1:
             # Half of the rows in one go: many small requests come and go faster than a few passes take them in.
             self._most_passes = max(self._most_passes, num_rows // (2 * plan.prefill_rows))
-        self._compiling: list[futures.Future[None]] = []  # by start_compiling
+        self._ahead: Ahead | None = None
         self._in_flight: collections.deque[_Dispatch] = collections.deque()
         # Shared with other threads, under the lock: requests not yet in a slot, ids to abort, ids that are known.
         self._lock = threading.Lock()
@@ -220,28 +219,19 @@ class Engine:
 
     # -- from the engine's thread ---------------------------------------------------------------------------------
 
-    def start_compiling(self, max_length: int | None = None) -> int:
-        """Have another thread compile, or read, what :meth:`warm_up` will run; it needs no weights but their shapes.
-
-        Returns:
-            The number of programs that no earlier start has left to be read.
-        """
-        params, state = _shapes(self._params), _shapes(self._state)
-        tasks, missing = [], 0
-        for name, args, static in self._all_calls(max_length):
-            arrays = (state,) if name == "admit" else (params, state)
-            program = getattr(self._programs, name)
-            tasks.append(functools.partial(prepare, program, *arrays, *args, **static))
-            missing += not is_kept(program, *arrays, *args, **static)
-        pool = futures.ThreadPoolExecutor(1, "compiling")
-        self._compiling = [pool.submit(task) for task in tasks]
-        pool.shutdown(wait=False)
-        return missing
+    def start_compiling(self, max_length: int | None = None) -> Ahead:
+        """Have another thread compile, or read, what :meth:`warm_up` will wait for; it needs shapes, and no weights."""
+        params, state = shapes(self._params), shapes(self._state)
+        self._ahead = Ahead(
+            (getattr(self._programs, name), ((state,) if name == "admit" else (params, state)) + args, static)
+            for name, args, static in self._all_calls(max_length)
+        )
+        return self._ahead
 
     def stop_compiling(self) -> None:
-        """Leave what has not begun."""
-        for task in self._compiling:
-            task.cancel()
+        """Leave what :meth:`start_compiling` has not begun with."""
+        if self._ahead is not None:
+            self._ahead.stop()
 
     def take_params(self, params: dict[str, Any]) -> None:
         """Put weights in the place of the shapes that the engine was made with."""
@@ -256,12 +246,9 @@ class Engine:
         Returns:
             The number of attention windows compiled for.
         """
-        try:
-            for task in tqdm(self._compiling, "Compiling", unit=" programs", disable=None if progress else True):
-                task.result()
-        finally:
-            self.stop_compiling()
-            self._compiling = []
+        if self._ahead is not None:
+            self._ahead.wait(progress)
+            self._ahead = None
         windows = set()
         for name, args, static in self._all_calls(max_length):
             self._call(name, *args, **static)
@@ -288,11 +275,10 @@ class Engine:
         """Run a program, which takes the state and gives it back, and return what else it gives."""
         program = getattr(self._programs, name)
         if name == "admit":
-            self._state, result = program(self._state, *args), None
-        elif name == "prefill":
-            self._state, result = program(self._params, self._state, *args, **static), None
-        else:
-            self._state, result = program(self._params, self._state, *args, **static)
+            self._state = program(self._state, *args)
+            return None
+        result = program(self._params, self._state, *args, **static)
+        self._state, result = result if name == "decode" else (result, None)
         return result
 
     def step(self) -> list[RequestUpdate]:
@@ -343,17 +329,17 @@ class Engine:
         stop_ids = [request.stop.token_ids for request in requests]
         lengths = [len(prompt) for prompt in prompts]
         row = Row(
-            tokens=_padded(prompts, width, self.plan.num_slots, 0),
-            length=_column(lengths, width, np.int32),
-            temperature=_column([p.temperature for p in params], width, np.float32),
-            top_k=_column([max(p.top_k, 0) for p in params], width, np.int32),
-            top_p=_column([p.top_p for p in params], width, np.float32),
-            min_p=_column([p.min_p for p in params], width, np.float32),
-            seed=_column([request.seed for request in requests], width, np.uint32),
-            stop_ids=_padded(stop_ids, width, MAX_STOP_TOKEN_IDS, -1),
-            min_length=_column([n + p.min_tokens for n, p in zip(lengths, params, strict=True)], width, np.int32),
-            max_length=_column([request.max_length for request in requests], width, np.int32),
-            num_logprobs=_column([-1 if p.logprobs is None else p.logprobs for p in params], width, np.int32),
+            tokens=padded(prompts, width, self.plan.num_slots, 0),
+            length=column(lengths, width, np.int32),
+            temperature=column([p.temperature for p in params], width, np.float32),
+            top_k=column([max(p.top_k, 0) for p in params], width, np.int32),
+            top_p=column([p.top_p for p in params], width, np.float32),
+            min_p=column([p.min_p for p in params], width, np.float32),
+            seed=column([request.seed for request in requests], width, np.uint32),
+            stop_ids=padded(stop_ids, width, MAX_STOP_TOKEN_IDS, -1),
+            min_length=column([n + p.min_tokens for n, p in zip(lengths, params, strict=True)], width, np.int32),
+            max_length=column([request.max_length for request in requests], width, np.int32),
+            num_logprobs=column([-1 if p.logprobs is None else p.logprobs for p in params], width, np.int32),
         )
         return self._row_ids([i for i, _ in admitted], width), row
 
@@ -375,13 +361,13 @@ class Engine:
 
     def _chunks(self, rows: list[int], starts: list[int], counts: list[int], width: int) -> tuple[Any, Any, Any]:
         """Arguments to take in a chunk of each of up to ``width`` rows' prompts by a program compiled for this many."""
-        starts_, counts_ = (_column(values, width, np.int32) for values in (starts, counts))
+        starts_, counts_ = (column(values, width, np.int32) for values in (starts, counts))
         return self._row_ids(rows, width), starts_, counts_
 
     def _row_ids(self, rows: list[int], width: int) -> Any:
         """Row ids of a call ``width`` rows wide; what is missing is filled with ids, all different, of no row."""
         spare = len(self._slots)
-        return _column([*rows, *range(spare, spare + width - len(rows))], width, np.int32)
+        return column([*rows, *range(spare, spare + width - len(rows))], width, np.int32)
 
     def _dispatch(self) -> bool:
         rows = {i: s for i, s in enumerate(self._slots) if s is not None and s.num_to_prefill <= 0}
@@ -392,7 +378,8 @@ class Engine:
         steps = self.steps_per_dispatch
         longest = max(self._bound(slot, steps) for slot in rows.values())
         greedy = self._specialize and all(slot.request.plain_greedy for slot in rows.values())
-        ran, output = self._run(keep, steps, self.plan.window(self._reach(longest)), greedy)
+        window = self.plan.window(self._reach(longest))
+        ran, output = self._call("decode", keep, np.int32(steps), window=window, greedy=greedy)
         for slot in rows.values():
             slot.pending_steps += steps
         self._in_flight.append(_Dispatch(rows, steps, ran, output))
@@ -406,9 +393,6 @@ class Engine:
     def _reach(self, length: int) -> int:
         """Cache slots that a step may touch in a row of ``length`` tokens."""
         return length + self._speculative_slots
-
-    def _run(self, keep: np.ndarray, steps: int, window: int, greedy: bool) -> tuple[jax.Array, StepOutput]:
-        return self._call("decode", keep, np.int32(steps), window=window, greedy=greedy)
 
     def _collect(self, dispatch: _Dispatch) -> list[RequestUpdate]:
         live = {i: s for i, s in dispatch.rows.items() if not s.request.finished}
@@ -462,22 +446,3 @@ class Engine:
             return int(np.random.SeedSequence(params.seed % 2**64).generate_state(1)[0])
         with self._lock:
             return int(self._seeds.spawn(1)[0].generate_state(1)[0])
-
-
-def _shapes(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
-
-
-def _column(values: list[Any], width: int, dtype: Any) -> Any:
-    """One value a row, zeros behind: an array ``[width]``, or the scalar where ``width`` is 1."""
-    column = np.zeros(width, dtype)
-    column[: len(values)] = values
-    return column if width > 1 else column[0]
-
-
-def _padded(lists: Sequence[Sequence[int]], width: int, size: int, fill: int) -> np.ndarray:
-    """One list of ids a row, filled up: int32 ``[width, size]``, or ``[size]`` where ``width`` is 1."""
-    padded = np.full((width, size), fill, np.int32)
-    for row, ids in zip(padded, lists, strict=False):
-        row[: len(ids)] = ids
-    return padded if width > 1 else padded[0]

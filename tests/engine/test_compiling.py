@@ -115,10 +115,9 @@ def test_warm_up_compiles_as_far_as_it_is_told(windowed):
 def test_programs_compile_before_there_are_weights():
     engine = make_windowed(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), PLACED))
     with count_compiles() as compiled:
-        assert engine.start_compiling(20) == 5  # admission, and prefill and decoding of two windows
-        for task in engine._compiling:
-            task.result()
-    assert len(compiled) == 5
+        ahead = engine.start_compiling(20)
+        ahead.wait()
+    assert len(compiled) == ahead.num_to_compile == 5  # admission, and prefill and decoding of two windows
     engine.take_params(PLACED)
     with count_compiles() as compiled:
         assert engine.warm_up(20) == 2
@@ -141,8 +140,7 @@ def test_stopping_leaves_what_has_not_begun(monkeypatch):
     engine, stopped = make_windowed(PLACED), threading.Event()
     lowered = SimpleNamespace(compile=lambda: stopped.wait(10))
     monkeypatch.setattr(engine._programs, "admit", SimpleNamespace(lower=lambda *_: lowered))
-    engine.start_compiling(20)
-    first, *rest = engine._compiling
+    first, *rest = engine.start_compiling(20).tasks
     engine.stop_compiling()
     stopped.set()
     assert all(task.cancelled() for task in rest) and first.exception(10) is None
@@ -183,7 +181,7 @@ assert all(type(x) is type(jnp.zeros(())) for x in leaves) and len(leaves) < 64,
 keep, times = np.zeros(4, bool), []  # no row is active: what is left is the host's own part
 for _ in range(300):
     start = time.perf_counter()
-    engine._run(keep, 2, engine.plan.num_slots, greedy=False)
+    engine._call("decode", keep, np.int32(2), window=engine.plan.num_slots, greedy=False)
     times.append(time.perf_counter() - start)
 print(1e3 * float(np.median(times)))
 """
