@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pard_jax import LLM, SamplingParams, __version__, cli, report
+from pard_jax import LLM, SamplingParams, __version__, cli, compilation_cache, report
 from pard_jax.blocks import BlockRecorder, ansi_block, histogram, legend, marked_block
 from pard_jax.config import ModelConfig, SpeculativeConfig
+from pard_jax.engine.engine import Engine
 from pard_jax.engine.request import RequestUpdate
 from pard_jax.llm import OnUpdate
 from pard_jax.loading import load_engine
@@ -32,7 +33,7 @@ examples:
 Text goes to stdout, everything else to stderr. Exit status: 0; 2 after an error; 130 after Ctrl-C.
 """
 _MOST_SLOTS = 8
-# Lengths are rounded up to a multiple of it, so that similar runs have equal programs, which JAX can keep on disk.
+# Lengths are rounded up to a multiple of it, so that similar runs have equal programs, which are kept on disk.
 _LENGTH_STEP = 256
 
 
@@ -114,11 +115,10 @@ def _generate(args: argparse.Namespace) -> None:
     if args.output is not None:
         cli.check_writable(Path(args.output))
 
-    llm, encoded = _load(args, prompts, params, speculation)
+    llm, encoded, longest = _load(args, prompts, params, speculation)
     # Every completion is a request of its own, so that each has times and acceptance of its own.
     requests = [{"prompt_token_ids": ids} for ids in encoded for _ in range(params.n)]
     children = [params.child(i) for _ in prompts for i in range(params.n)]
-    longest = max(map(len, encoded)) + args.max_tokens
     printer = None
     if args.show_blocks:
         coloured = cli.in_colour(sys.stdout)
@@ -134,6 +134,7 @@ def _generate(args: argparse.Namespace) -> None:
     cli.say(report.summarize(run, settings))
     if args.compare:
         llm.disable_speculation()
+        _start_compiling(llm.engine, "plain", longest)
         baseline = _timed(llm, requests, children, longest, None)
         cli.say(report.compare_runs(run, baseline, greedy=params.greedy, dtype=settings.dtype.name))
 
@@ -167,8 +168,9 @@ def _check_blocks(args: argparse.Namespace) -> None:
 
 def _load(
     args: argparse.Namespace, prompts: Sequence[Prompt], params: SamplingParams, speculation: SpeculativeConfig | None
-) -> tuple[LLM, list[list[int]]]:
-    """The model, sized for these prompts, and their token ids; says what is in effect."""
+) -> tuple[LLM, list[list[int]], int]:
+    """The model, sized for these prompts and being compiled for them, their token ids, and the most tokens of one with
+    its output; says what is in effect."""
     _, about_device = cli.open_device()
     start = time.monotonic()
     directory = resolve_target(args.model, revision=args.revision)
@@ -180,25 +182,45 @@ def _load(
         encode_prompt(prompt, tokenizer, chat=not args.raw, system=args.system, enable_thinking=thinking)
         for prompt in prompts
     ]
+    longest = max(map(len, encoded)) + args.max_tokens
     if args.max_model_len is None:
         asked = 0 if speculation is None else speculation.max_model_len or 0
-        needed = max(max(map(len, encoded)) + args.max_tokens, asked)
+        needed = max(longest, asked)
         if needed > limit:
             cli.say(f"note         outputs end where prompt and output are {limit} tokens, the model's limit")
         args.max_model_len = min(-(-needed // _LENGTH_STEP) * _LENGTH_STEP, limit)
     if args.max_num_seqs is None:
         args.max_num_seqs = min(len(prompts) * params.n, _MOST_SLOTS)
-    llm = LLM.from_loaded(load_engine(directory, cli.engine_config(args), speculation, tokenizer=tokenizer))
-    _check_requests(llm, prompts, encoded, params)
+
+    def before_weights(engine: Engine) -> None:
+        _check_requests(engine, prompts, encoded, params)
+        _start_compiling(engine, "plain" if speculation is None else speculation.drafter, longest)
+
+    loaded = load_engine(
+        directory, cli.engine_config(args), speculation, tokenizer=tokenizer, before_weights=before_weights
+    )
+    llm = LLM.from_loaded(loaded)
     cli.say(about_device)
     cli.say(report.describe_settings(llm.settings, args.max_num_seqs, args.tensor_parallel_size))
     cli.say(f"loaded       in {time.monotonic() - start:.1f} s")
-    return llm, encoded
+    return llm, encoded, longest
 
 
-def _check_requests(llm: LLM, prompts: Sequence[Prompt], encoded: Sequence[list[int]], params: SamplingParams) -> None:
+def _start_compiling(engine: Engine, method: str, longest: int) -> None:
+    """Begin with what :func:`_timed` waits for, and say what is being waited for."""
+    count, home = engine.start_compiling(longest).num_to_compile, compilation_cache.directory()
+    if count == 0:
+        cli.say(f"reading      {method} decoding, compiled by an earlier start, from {home}")
+    else:
+        kept = "" if home is None else f", kept in {home}: the next start is quicker"
+        cli.say(f"compiling    {method} decoding: {count} programs{kept} ...")
+
+
+def _check_requests(
+    engine: Engine, prompts: Sequence[Prompt], encoded: Sequence[list[int]], params: SamplingParams
+) -> None:
     """Have the engine refuse what it would refuse later, after everything is compiled."""
-    engine, checked = llm.engine, params.child(0)
+    checked = params.child(0)
     checked.seed = 0  # draws none of the engine's own seeds
     for prompt, ids in zip(prompts, encoded, strict=True):
         try:
@@ -216,12 +238,11 @@ def _timed(
     longest: int,
     on_update: OnUpdate | None,
 ) -> report.Run:
-    """Compile, then run all requests, ``longest`` tokens long at most, by the clock. The engine is a new one."""
+    """Wait for the compilation, then run all requests, ``longest`` tokens long at most, by the clock. The engine is a
+    new one."""
     engine = llm.engine
-    method = llm.settings.method
-    cli.say(f"compiling    {'plain' if method == 'none' else method} decoding ...")
     start = time.monotonic()
-    windows = engine.warm_up(longest)
+    windows = engine.warm_up(longest, progress=True)
     cli.say(f"compiled     {windows} attention window{'s' * (windows > 1)} in {time.monotonic() - start:.1f} s")
     first: list[tuple[float, int]] = []  # when the first token was there, and the steps read by then
 

@@ -11,6 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from pard_jax import presets
+from pard_jax.compilation_cache import enable_compilation_cache
 from pard_jax.config import EngineConfig, SpeculativeConfig
 from pard_jax.engine.request import RequestUpdate
 from pard_jax.loading import Loaded, load_engine
@@ -83,6 +84,7 @@ class LLM:
         if speculative_config is not None and not isinstance(speculative_config, SpeculativeConfig):
             speculative_config = SpeculativeConfig.from_dict(presets.complete(speculative_config))
         add_xla_flags()
+        enable_compilation_cache()
         self._take(load_engine(model, engine_config, speculative_config, revision=revision, progress=use_tqdm))
 
     @classmethod

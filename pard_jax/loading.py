@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from pard_jax import compilation_cache
 from pard_jax.config import EngineConfig, ModelConfig, SpeculativeConfig, extra_slots
 from pard_jax.config.engine import resolve_quantization
 from pard_jax.config.model import MASK_TOKEN_KEYS
@@ -18,11 +20,13 @@ from pard_jax.decoding.drafters import Drafter, NgramDrafter, NoDrafter, PardDra
 from pard_jax.decoding.drafters.model import ModelDrafter
 from pard_jax.engine.engine import Engine
 from pard_jax.engine.memory import MemoryPlan, Speculation, device_memory, plan_memory
-from pard_jax.models import make_mesh
+from pard_jax.models import abstract_params, make_mesh
 from pard_jax.models.attention import is_nvidia
 from pard_jax.presets import resolve_draft, resolve_target
+from pard_jax.program_store import ProgramStore
 from pard_jax.tokenizer import Tokenizer, check_same_vocabulary, load_generation_config, load_tokenizer
 from pard_jax.weights import load_params
+from pard_jax.weights.borrow import same_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +65,7 @@ class Parts:
 
     def build(self) -> Engine:
         """An engine, its caches allocated and nothing compiled yet."""
-        settings = self.settings
+        settings, directory = self.settings, compilation_cache.directory()
         return Engine(
             settings.config,
             settings.drafter,
@@ -79,6 +83,7 @@ class Parts:
             seed=self.engine_config.seed,
             synthetic_rates=self.synthetic_rates,
             mesh=self.mesh,
+            store=None if directory is None else ProgramStore(directory, [*self.mesh.devices.flat]),
         )
 
     def without_speculation(self) -> Parts:
@@ -140,6 +145,7 @@ def load_engine(
     revision: str | None = None,
     progress: bool = True,
     tokenizer: Tokenizer | None = None,
+    before_weights: Callable[[Engine], None] = lambda engine: None,
 ) -> Loaded:
     """Build an engine.
 
@@ -151,6 +157,8 @@ def load_engine(
         revision: of a hub id.
         progress: show progress bars on a terminal.
         tokenizer: the model's, where the caller has loaded it already.
+        before_weights: is given the engine, complete but for its weights: to refuse requests, and to start compiling
+            while weights are read.
 
     Raises:
         FileNotFoundError, ValueError, NotImplementedError: see the rooms that raise them.
@@ -182,7 +190,8 @@ def load_engine(
     itself = draft_directory is not None and draft_directory.resolve() == directory.resolve()
     shared_weights = itself and draft_quantization == quantization
     if draft_directory is not None and draft_config is not None and speculative is not None and not itself:
-        draft_tokenizer = load_tokenizer(draft_directory)
+        same = same_tokenizer(directory, draft_directory)
+        draft_tokenizer = tokenizer if same else load_tokenizer(draft_directory)
         mask = _mask_token_id(speculative, draft_config) if speculative.drafter == "pard" else None
         check_same_vocabulary(tokenizer, draft_tokenizer, config.vocab_size, draft_config.vocab_size, mask)
 
@@ -198,12 +207,19 @@ def load_engine(
         )
     drafter = make_drafter(speculative, config, draft_config, plan.max_model_len, implementation)
 
-    common: dict[str, Any] = {"dtype": dtype, "mesh": mesh, "progress": progress}
-    params = {"target": load_params(directory, config, **common, quantization=quantization)}
-    if shared_weights:
-        params["draft"] = params["target"]
-    elif draft_directory is not None and draft_config is not None:
-        params["draft"] = load_params(draft_directory, draft_config, **common, quantization=draft_quantization)
+    models = {"target": (directory, config, quantization)}
+    if draft_directory is not None and draft_config is not None and not shared_weights:
+        models["draft"] = (draft_directory, draft_config, draft_quantization)
+
+    def of_each(make: Callable[[Path, ModelConfig, str | None], Any]) -> dict[str, Any]:
+        params = {name: make(*model) for name, model in models.items()}
+        return params | {"draft": params["target"]} if shared_weights else params
+
+    def abstract(_: Path, config: ModelConfig, quantization: str | None) -> Any:
+        return abstract_params(config, dtype, mesh, quantization=quantization)
+
+    def load(path: Path, config: ModelConfig, quantization: str | None) -> Any:
+        return load_params(path, config, dtype=dtype, mesh=mesh, progress=progress, quantization=quantization)
 
     settings = Settings(
         model=directory,
@@ -223,7 +239,7 @@ def load_engine(
     parts = Parts(
         settings,
         engine_config,
-        params,
+        of_each(abstract),
         speculative_slots=speculation.num_speculative_tokens + speculation.extra_slots,
         synthetic_rates=None if speculative is None else speculative.conditional_acceptance_rates,
         tokenizer=tokenizer,
@@ -231,7 +247,15 @@ def load_engine(
         mesh=mesh,
     )
     defaults = {k: v for k, v in generation.items() if k != "eos_token_id"}
-    return Loaded(parts.build(), settings, tokenizer, defaults, parts)
+    engine = parts.build()
+    before_weights(engine)
+    try:
+        params = of_each(load)
+    except BaseException:
+        engine.stop_compiling()
+        raise
+    engine.take_params(params)
+    return Loaded(engine, settings, tokenizer, defaults, dataclasses.replace(parts, params=params))
 
 
 def make_drafter(

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from pard_jax.compilation_cache import enable_compilation_cache
 from pard_jax.config import ModelConfig
 from pard_jax.decoding.drafters.model import ModelDrafter
 from pard_jax.engine.memory import device_memory
@@ -54,12 +55,13 @@ class Run:
 
 
 def start_jax() -> jax.Device:  # pyright: ignore[reportInvalidTypeForm]
-    """The first device; starts JAX's backend, with our XLA flags.
+    """The first device; starts JAX's backend, with our XLA flags and compilation cache.
 
     Raises:
         ValueError: the platform that was asked for cannot be had, or a switch is neither on nor off.
     """
     add_xla_flags()
+    enable_compilation_cache()
     try:
         return jax.devices()[0]
     except (RuntimeError, AssertionError) as e:  # JAX asserts that there is one backend at least

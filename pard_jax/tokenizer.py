@@ -1,7 +1,8 @@
 """Text to token ids and back, and whether two models mean the same by an id.
 
-A thin wrapper over transformers' AutoTokenizer, which is imported when a tokenizer is first loaded: it takes over a
-second, and token-id prompts need none. Also reads ``generation_config.json``, the defaults that come with a tokenizer.
+A thin wrapper over transformers' tokenizers, which are imported when one is first loaded: it takes a third of a second,
+two where PyTorch is installed, and token-id prompts need none. Also reads ``generation_config.json``, the defaults that
+come with a tokenizer.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ logger = logging.getLogger(__name__)
 
 # Any of them holds a vocabulary; tokenizer_config.json alone does not make a tokenizer.
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+# What a checkpoint names whose tokenizer is its tokenizer.json and nothing else, and the models of which AutoTokenizer
+# believes it (of qwen2, for one, it does not).
+_GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_GENERIC_MODELS = ("llama", "qwen3")
 # The keys of generation_config.json that vLLM takes as sampling defaults (ModelConfig.get_diff_sampling_param).
 SAMPLING_DEFAULTS = {
     "temperature": "temperature",
@@ -111,17 +116,20 @@ class Tokenizer:
             raise ValueError("the conversation has no messages; expected at least one")
         conversation = [_text_message(message) for message in messages]
         try:
-            return list(
-                self.hf.apply_chat_template(
-                    conversation,
-                    tokenize=True,
-                    add_generation_prompt=add_generation_prompt,
-                    return_dict=False,  # the default differs between transformers 4.57 and 5
-                    **template_kwargs,
-                )
-            )
+            return self._render(conversation, add_generation_prompt, **template_kwargs)
         except jinja2.TemplateError as e:
             raise ValueError(f"the chat template refused the messages: {e}") from e
+
+    def _render(self, conversation: list[dict[str, Any]], add_generation_prompt: bool, **more: Any) -> list[int]:
+        return list(
+            self.hf.apply_chat_template(
+                conversation,
+                tokenize=True,
+                add_generation_prompt=add_generation_prompt,
+                return_dict=False,  # the default differs between transformers 4.57 and 5
+                **more,
+            )
+        )
 
 
 def check_unicode(text: str) -> None:
@@ -177,13 +185,36 @@ def load_tokenizer(directory: str | Path) -> Tokenizer | None:
                 f"{', '.join(VOCABULARY_FILES)} beside it"
             )
         return None
-    from transformers import AutoTokenizer
-
     try:
-        return Tokenizer(AutoTokenizer.from_pretrained(str(directory), local_files_only=True))
+        if _is_generic(directory):
+            from pard_jax.plain_tokenizer import load_plain
+
+            if (plain := load_plain(directory)) is not None:
+                return plain
+            from transformers import PreTrainedTokenizerFast as Loader
+        else:
+            from transformers import AutoTokenizer as Loader
+        return Tokenizer(Loader.from_pretrained(str(directory), local_files_only=True))
     except Exception as e:
         # transformers and tokenizers raise anything from OSError to a bare Exception here.
         raise ValueError(f"the tokenizer in {directory} cannot be loaded: {e}") from e
+
+
+def _is_generic(directory: Path) -> bool:
+    """Whether AutoTokenizer would choose the generic class. To ask it takes over a second, and imports PyTorch."""
+    if not (directory / "tokenizer.json").is_file():
+        return False
+    try:
+        tokenizer, model = (
+            json.loads((directory / name).read_bytes()) for name in ("tokenizer_config.json", "config.json")
+        )
+        return (
+            tokenizer.get("tokenizer_class") in _GENERIC_CLASSES
+            and "auto_map" not in tokenizer
+            and model.get("model_type") in _GENERIC_MODELS
+        )
+    except (OSError, ValueError, AttributeError):
+        return False  # AutoTokenizer says what is wrong
 
 
 def check_same_vocabulary(
@@ -221,7 +252,10 @@ def check_same_vocabulary(
                 f"(Sizes may differ where both checkpoints bring a tokenizer to compare; the {missing} brings none.)"
             )
         return shared
-    ids = sorted({*target.vocab.values(), *draft.vocab.values()})
+    if target is draft:  # there is nothing to compare, but what may lie outside
+        ids = sorted(i for i in target.vocab.values() if i >= shared)
+    else:
+        ids = sorted({*target.vocab.values(), *draft.vocab.values()})
     for token_id, ours, theirs in zip(ids, target.tokens(ids), draft.tokens(ids), strict=True):
         if token_id == mask_token_id and ours is None:
             continue

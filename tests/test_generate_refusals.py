@@ -11,6 +11,7 @@ import jax
 import pytest
 
 import pard_jax.loading
+from pard_jax.engine.ahead import Ahead
 from pard_jax.engine.engine import Engine
 from pard_jax.generate import main
 from tests.helpers.checkpoints import VOCABULARY, Checkpoints, make_checkpoints
@@ -96,7 +97,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
 def test_bad_input(
     case: str, models: Checkpoints, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Engine, "warm_up", lambda *_: pytest.fail("compiles before it refuses"))
+    monkeypatch.setattr(Engine, "start_compiling", lambda *_: pytest.fail("compiles before it refuses"))
     argv, expected = BAD[case]
     for name, path in models._asdict().items():
         argv = [str(arg).replace(f"{{{name}}}", path) for arg in argv]
@@ -155,23 +156,25 @@ def test_ends_early(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise raised
 
+    monkeypatch.setattr(Engine, "start_compiling", lambda *_: Ahead([]))
     monkeypatch.setattr(Engine, "warm_up", fail)
     output = tmp_path / "out.jsonl"
     output.write_text("of another run")
     assert main(["--model", models.target, "--output", str(output), "x"]) == status
     captured = capsys.readouterr()
     assert captured.out == "" and "Traceback" not in captured.err
-    assert expected in captured.err.split(" decoding ...\n")[1]
+    assert expected in captured.err.split("\nloaded ")[1]
     assert output.read_text() == "of another run" and list(tmp_path.iterdir()) == [output]
 
 
 def test_a_fault_keeps_its_traceback(models: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("INTERNAL: a fault")
 
+    monkeypatch.setattr(Engine, "start_compiling", lambda *_: Ahead([]))
     monkeypatch.setattr(Engine, "warm_up", fail)
     with pytest.raises(RuntimeError, match="a fault"):
         main(["--model", models.target, "x"])

@@ -15,11 +15,14 @@ import pytest
 from pard_jax import loading
 from pard_jax.config import EngineConfig, SpeculativeConfig
 from pard_jax.decoding.drafters import NgramDrafter, NoDrafter, PardDrafter, SequentialDrafter
+from pard_jax.engine.engine import Engine
 from pard_jax.engine.memory import NotEnoughMemoryError
 from pard_jax.int8 import Int8Matrix
 from pard_jax.loading import Loaded, load_engine
+from pard_jax.sampling_params import SamplingParams
 from pard_jax.tokenizer import load_tokenizer
 from pard_jax.weights import load_params
+from pard_jax.weights.errors import CheckpointError
 from tests.helpers.engine import (
     DRAFT_LIMIT,
     DRAFT_VOCAB,
@@ -174,10 +177,28 @@ def test_engines_of_the_same_parts_share_the_weights(pair):
 
 def test_loading_compiles_no_program(pair):
     """Weights and empty caches alone: the first program is compiled by the first request, or by a warm-up."""
-    load(pair.target, pard(pair.draft))  # the caches' zeros are filled by small programs of JAX's own
     with count_compiles() as compiled:
         load(pair.target, pard(pair.draft))
     assert not compiled
+
+
+def test_the_engine_can_be_had_before_its_weights(pair, monkeypatch):
+    """To refuse requests and to start compiling, which ends where the weights turn out to be no good."""
+    seen: list[Any] = []
+
+    def take(engine: Engine) -> None:
+        with pytest.raises(ValueError, match="cannot be empty"):
+            engine.add_request("empty", [], SamplingParams())
+        seen.extend(engine.start_compiling(8).tasks)
+
+    def fail(*_: Any, **__: Any) -> None:
+        assert seen
+        raise CheckpointError("truncated")
+
+    monkeypatch.setattr(loading, "load_params", fail)
+    with pytest.raises(CheckpointError, match="truncated"):
+        load_engine(pair.target, EngineConfig(max_model_len=64), progress=False, before_weights=take)
+    assert seen[-1].cancelled()
 
 
 @pytest.mark.parametrize(("config", "generation", "expected"), [

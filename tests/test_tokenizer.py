@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import tokenizers
+from transformers import AutoTokenizer
 
 from pard_jax.tokenizer import Tokenizer, check_same_vocabulary, load_generation_config, load_tokenizer
 from tests.helpers.tokenizer import SPECIAL_TOKENS, make_tokenizer
@@ -24,6 +25,19 @@ def load(directory, **keys) -> Tokenizer:
 def test_importing_the_module_imports_no_transformers():
     code = "import sys, pard_jax.tokenizer; assert 'transformers' not in sys.modules and 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", None])
+@pytest.mark.parametrize("tokenizer_class", ["PreTrainedTokenizerFast", "TokenizersBackend", "Qwen2Tokenizer"])
+def test_the_tokenizer_is_the_one_that_transformers_chooses(tmp_path, model_type, tokenizer_class):
+    path = make_tokenizer(tmp_path) / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": tokenizer_class}))
+    if model_type is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    ours, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert ours is not None and type(ours.hf) is type(theirs)
+    assert ours.hf.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    assert ours.hf.init_kwargs == theirs.init_kwargs and ours.hf.chat_template == theirs.chat_template
 
 
 def test_encode_and_decode_are_the_tokenizers_librarys(tokenizer, tokenizer_dir):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
@@ -63,7 +65,8 @@ def init_state(
     device = None if mesh is None else replicated(mesh)
 
     def full(value: Any, dtype: Any, *shape: int) -> Array:
-        return jnp.full((num_rows, *shape), value, dtype, device=device)
+        # Made on the host: a program for each of these small arrays would take longer than all of them.
+        return jax.device_put(np.full((num_rows, *shape), value, dtype), device)
 
     shape = (config.num_layers, num_rows, config.num_kv_heads, num_slots, config.head_dim)
     return DecodeState(

@@ -7,6 +7,7 @@ attention window are static, and nothing else is: no prompt, length or sampling 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from pard_jax.decoding.sampling import mask_below_min_tokens, warp_logits
 from pard_jax.decoding.state import DecodeState, Row, admit
 from pard_jax.decoding.verify import fit_vocabulary, verify, verify_greedy
 from pard_jax.models import bind
+from pard_jax.program_store import ProgramStore
 from pard_jax.pytree import pytree
 
 
@@ -158,6 +160,7 @@ class Programs:
         implementation: str = "xla",
         synthetic_rates: tuple[float, ...] | None = None,
         state_sharding: Any = None,
+        store: ProgramStore | None = None,
     ) -> None:
         """
         Args:
@@ -167,6 +170,7 @@ class Programs:
             synthetic_rates: conditional acceptance rates, K of them, or None for exact verification.
             state_sharding: shardings of the decode state, pinned on every output so that a program's result never
                 compiles the next one again; None on a single device.
+            store: where compiled programs are kept for other processes; None keeps none.
         """
         self.config, self.drafter = config, drafter
         self.chunk_size, self.max_steps = chunk_size, max_steps
@@ -174,9 +178,15 @@ class Programs:
         self._rates = synthetic_rates
         pinned: dict[str, Any] = {} if state_sharding is None else {"out_shardings": state_sharding}
         decode_pinned: dict[str, Any] = {} if state_sharding is None else {"out_shardings": (state_sharding, None)}
-        self.admit = jax.jit(self._admit, donate_argnums=0, **pinned)
-        self.prefill = jax.jit(self._prefill, donate_argnums=1, static_argnames="window", **pinned)
-        self.decode = jax.jit(self._decode, donate_argnums=1, static_argnames=("window", "greedy"), **decode_pinned)
+        made_of = (config, drafter, chunk_size, max_steps, implementation, synthetic_rates)
+
+        def program(function: Any, **options: Any) -> Any:
+            jitted = jax.jit(function, **options)
+            return jitted if store is None else store.keep(function.__name__.strip("_"), jitted, made_of)
+
+        self.admit = program(self._admit, donate_argnums=0, **pinned)
+        self.prefill = program(self._prefill, donate_argnums=1, static_argnames="window", **pinned)
+        self.decode = program(self._decode, donate_argnums=1, static_argnames=("window", "greedy"), **decode_pinned)
 
     def _admit(self, state: DecodeState, index: Int[Array, "*R"], row: Row) -> DecodeState:
         return admit(self.drafter, state, index, row)
@@ -242,6 +252,7 @@ class Programs:
         state = dataclasses.replace(state, active=state.active & keep)
         rates = None if self._rates is None else jnp.asarray(self._rates, jnp.float32)
 
+        @functools.partial(jax.jit, inline=True)  # traced once, for its shapes and for the loop
         def one(state: DecodeState) -> tuple[DecodeState, StepOutput]:
             return step(
                 self.config,

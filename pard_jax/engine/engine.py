@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -21,10 +21,13 @@ from pard_jax.config import ModelConfig
 from pard_jax.decoding.drafters import Drafter
 from pard_jax.decoding.state import MAX_STOP_TOKEN_IDS, Row, init_state
 from pard_jax.decoding.step import Programs, StepOutput
+from pard_jax.engine.ahead import Ahead, shapes
+from pard_jax.engine.columns import column, padded
 from pard_jax.engine.memory import MemoryPlan
 from pard_jax.engine.metrics import AcceptanceStats
 from pard_jax.engine.request import Request, RequestUpdate, StepLogprobs
 from pard_jax.engine.stop import StopChecker
+from pard_jax.program_store import ProgramStore
 from pard_jax.sampling_params import SamplingParams
 from pard_jax.tokenizer import Tokenizer
 
@@ -79,10 +82,12 @@ class Engine:
         seed: int | None = 0,
         synthetic_rates: tuple[float, ...] | None = None,
         mesh: Mesh | None = None,
+        store: ProgramStore | None = None,
     ) -> None:
         """
         Args:
-            config, drafter, params: the target, the drafter, and ``{"target": ..., "draft": ...}``.
+            config, drafter, params: the target, the drafter, and ``{"target": ..., "draft": ...}``, or their shapes and
+                shardings, until :meth:`take_params`.
             plan: sizes of the caches.
             num_rows: B, the slots.
             chunk_size: C, prompt tokens of one prefill pass.
@@ -92,6 +97,7 @@ class Engine:
             specialize: compile a program of its own for batches of plain greedy requests: less work a step, twice the
                 compilation.
             eos_token_ids: the primary one first.
+            store: where compiled programs are kept for other processes; None keeps none.
             seed: base of the seeds of requests that bring none; None for a new one each time.
         """
         self.config, self.drafter, self.plan, self.tokenizer = config, drafter, plan, tokenizer
@@ -117,12 +123,14 @@ class Engine:
             implementation=implementation,
             synthetic_rates=synthetic_rates,
             state_sharding=sharding,
+            store=store,
         )
         self._slots: list[_Slot | None] = [None] * num_rows
         self._most_passes = _CHUNKS_PER_DISPATCH
         if plan.prefill_rows > 1:
             # Half of the rows in one go: many small requests come and go faster than a few passes take them in.
             self._most_passes = max(self._most_passes, num_rows // (2 * plan.prefill_rows))
+        self._ahead: Ahead | None = None
         self._in_flight: collections.deque[_Dispatch] = collections.deque()
         # Shared with other threads, under the lock: requests not yet in a slot, ids to abort, ids that are known.
         self._lock = threading.Lock()
@@ -211,26 +219,67 @@ class Engine:
 
     # -- from the engine's thread ---------------------------------------------------------------------------------
 
-    def warm_up(self, max_length: int | None = None) -> int:
+    def start_compiling(self, max_length: int | None = None) -> Ahead:
+        """Have another thread compile, or read, what :meth:`warm_up` will wait for; it needs shapes, and no weights."""
+        params, state = shapes(self._params), shapes(self._state)
+        self._ahead = Ahead(
+            (getattr(self._programs, name), ((state,) if name == "admit" else (params, state)) + args, static)
+            for name, args, static in self._all_calls(max_length)
+        )
+        return self._ahead
+
+    def stop_compiling(self) -> None:
+        """Leave what :meth:`start_compiling` has not begun with."""
+        if self._ahead is not None:
+            self._ahead.stop()
+
+    def take_params(self, params: dict[str, Any]) -> None:
+        """Put weights in the place of the shapes that the engine was made with."""
+        self._params = params
+
+    def warm_up(self, max_length: int | None = None, *, progress: bool = False) -> int:
         """Compile every program for sequences up to ``max_length`` tokens (None: any); nothing compiles afterwards.
+
+        Args:
+            progress: show, on a terminal, how many programs of :meth:`start_compiling` are ready.
 
         Returns:
             The number of attention windows compiled for.
         """
+        if self._ahead is not None:
+            self._ahead.wait(progress)
+            self._ahead = None
+        windows = set()
+        for name, args, static in self._all_calls(max_length):
+            self._call(name, *args, **static)
+            windows.add(static.get("window"))
+        jax.block_until_ready(self._state.length)
+        return len(windows - {None})
+
+    def _all_calls(self, max_length: int | None) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+        """A call of every program, as :meth:`_call` takes it, that does nothing to any row."""
         length = min(max_length or self.plan.max_model_len, self.plan.max_model_len)
         prefilled = -(-length // self.chunk_size) * self.chunk_size  # a prompt is read in whole chunks
         longest = self.plan.window(max(self._reach(length), prefilled))
-        windows = [w for w in self.plan.windows if w <= longest]
         widths = sorted({1, self.plan.prefill_rows})
         for width in widths:
-            self._admit_rows([], width)
-        for window in windows:
+            yield "admit", self._admission([], width), {}
+        for window in (w for w in self.plan.windows if w <= longest):
             for width in widths:
-                self._prefill_rows([], [], [], width, window)
-            for greedy in {False, self._specialize}:
-                self._run(np.zeros(len(self._slots), bool), 1, window, greedy)
-        jax.block_until_ready(self._state.length)
-        return len(windows)
+                yield "prefill", self._chunks([], [], [], width), {"window": window}
+            for greedy in sorted({False, self._specialize}):
+                keep = np.zeros(len(self._slots), bool)
+                yield "decode", (keep, np.int32(1)), {"window": window, "greedy": greedy}
+
+    def _call(self, name: str, *args: Any, **static: Any) -> Any:
+        """Run a program, which takes the state and gives it back, and return what else it gives."""
+        program = getattr(self._programs, name)
+        if name == "admit":
+            self._state = program(self._state, *args)
+            return None
+        result = program(self._params, self._state, *args, **static)
+        self._state, result = result if name == "decode" else (result, None)
+        return result
 
     def step(self) -> list[RequestUpdate]:
         """Admit, prefill, dispatch, and read the dispatch before; returns what is new, request by request."""
@@ -265,34 +314,34 @@ class Engine:
             self._slots[index] = _Slot(request)
         while admitted:
             width = self._width(len(admitted))
-            self._admit_rows(admitted[:width], width)
+            self._call("admit", *self._admission(admitted[:width], width))
             admitted = admitted[width:]
 
     def _width(self, count: int) -> int:
         """Rows of the next call that admits or prefills, where ``count`` are to be."""
         return self.plan.prefill_rows if count > _CHUNKS_PER_DISPATCH else 1
 
-    def _admit_rows(self, admitted: list[tuple[int, Request]], width: int) -> None:
-        """Put up to ``width`` requests into their rows by one call of a program compiled for this many."""
+    def _admission(self, admitted: list[tuple[int, Request]], width: int) -> tuple[Any, Row]:
+        """Arguments to put up to ``width`` requests into their rows by one call of a program compiled for this many."""
         requests = [request for _, request in admitted]
         params = [request.params for request in requests]
         prompts = [request.prompt_token_ids for request in requests]
         stop_ids = [request.stop.token_ids for request in requests]
         lengths = [len(prompt) for prompt in prompts]
         row = Row(
-            tokens=_padded(prompts, width, self.plan.num_slots, 0),
-            length=_column(lengths, width, np.int32),
-            temperature=_column([p.temperature for p in params], width, np.float32),
-            top_k=_column([max(p.top_k, 0) for p in params], width, np.int32),
-            top_p=_column([p.top_p for p in params], width, np.float32),
-            min_p=_column([p.min_p for p in params], width, np.float32),
-            seed=_column([request.seed for request in requests], width, np.uint32),
-            stop_ids=_padded(stop_ids, width, MAX_STOP_TOKEN_IDS, -1),
-            min_length=_column([n + p.min_tokens for n, p in zip(lengths, params, strict=True)], width, np.int32),
-            max_length=_column([request.max_length for request in requests], width, np.int32),
-            num_logprobs=_column([-1 if p.logprobs is None else p.logprobs for p in params], width, np.int32),
+            tokens=padded(prompts, width, self.plan.num_slots, 0),
+            length=column(lengths, width, np.int32),
+            temperature=column([p.temperature for p in params], width, np.float32),
+            top_k=column([max(p.top_k, 0) for p in params], width, np.int32),
+            top_p=column([p.top_p for p in params], width, np.float32),
+            min_p=column([p.min_p for p in params], width, np.float32),
+            seed=column([request.seed for request in requests], width, np.uint32),
+            stop_ids=padded(stop_ids, width, MAX_STOP_TOKEN_IDS, -1),
+            min_length=column([n + p.min_tokens for n, p in zip(lengths, params, strict=True)], width, np.int32),
+            max_length=column([request.max_length for request in requests], width, np.int32),
+            num_logprobs=column([-1 if p.logprobs is None else p.logprobs for p in params], width, np.int32),
         )
-        self._state = self._programs.admit(self._state, self._row_ids([i for i, _ in admitted], width), row)
+        return self._row_ids([i for i, _ in admitted], width), row
 
     def _prefill(self) -> None:
         pending = [(i, s) for i, s in enumerate(self._slots) if s is not None and s.num_to_prefill > 0]
@@ -303,23 +352,22 @@ class Engine:
             rows = dict(pending[:width])
             starts = [slot.prefilled for slot in rows.values()]
             counts = [min(self.chunk_size, slot.num_to_prefill) for slot in rows.values()]
-            self._prefill_rows(list(rows), starts, counts, width, self.plan.window(max(starts) + self.chunk_size))
+            window = self.plan.window(max(starts) + self.chunk_size)
+            self._call("prefill", *self._chunks(list(rows), starts, counts, width), window=window)
             for slot, count in zip(rows.values(), counts, strict=True):
                 slot.prefilled += count
             pending = [(i, s) for i, s in rows.items() if s.num_to_prefill > 0] + pending[width:]
             budget = None if budget is None else budget - 1
 
-    def _prefill_rows(self, rows: list[int], starts: list[int], counts: list[int], width: int, window: int) -> None:
-        """Take in a chunk of each of up to ``width`` rows' prompts by one call of a program compiled for this many."""
-        starts_, counts_ = (_column(values, width, np.int32) for values in (starts, counts))
-        self._state = self._programs.prefill(
-            self._params, self._state, self._row_ids(rows, width), starts_, counts_, window=window
-        )
+    def _chunks(self, rows: list[int], starts: list[int], counts: list[int], width: int) -> tuple[Any, Any, Any]:
+        """Arguments to take in a chunk of each of up to ``width`` rows' prompts by a program compiled for this many."""
+        starts_, counts_ = (column(values, width, np.int32) for values in (starts, counts))
+        return self._row_ids(rows, width), starts_, counts_
 
     def _row_ids(self, rows: list[int], width: int) -> Any:
         """Row ids of a call ``width`` rows wide; what is missing is filled with ids, all different, of no row."""
         spare = len(self._slots)
-        return _column([*rows, *range(spare, spare + width - len(rows))], width, np.int32)
+        return column([*rows, *range(spare, spare + width - len(rows))], width, np.int32)
 
     def _dispatch(self) -> bool:
         rows = {i: s for i, s in enumerate(self._slots) if s is not None and s.num_to_prefill <= 0}
@@ -330,7 +378,8 @@ class Engine:
         steps = self.steps_per_dispatch
         longest = max(self._bound(slot, steps) for slot in rows.values())
         greedy = self._specialize and all(slot.request.plain_greedy for slot in rows.values())
-        ran, output = self._run(keep, steps, self.plan.window(self._reach(longest)), greedy)
+        window = self.plan.window(self._reach(longest))
+        ran, output = self._call("decode", keep, np.int32(steps), window=window, greedy=greedy)
         for slot in rows.values():
             slot.pending_steps += steps
         self._in_flight.append(_Dispatch(rows, steps, ran, output))
@@ -344,12 +393,6 @@ class Engine:
     def _reach(self, length: int) -> int:
         """Cache slots that a step may touch in a row of ``length`` tokens."""
         return length + self._speculative_slots
-
-    def _run(self, keep: np.ndarray, steps: int, window: int, greedy: bool) -> tuple[jax.Array, StepOutput]:
-        self._state, result = self._programs.decode(
-            self._params, self._state, keep, np.int32(steps), window=window, greedy=greedy
-        )
-        return result
 
     def _collect(self, dispatch: _Dispatch) -> list[RequestUpdate]:
         live = {i: s for i, s in dispatch.rows.items() if not s.request.finished}
@@ -403,18 +446,3 @@ class Engine:
             return int(np.random.SeedSequence(params.seed % 2**64).generate_state(1)[0])
         with self._lock:
             return int(self._seeds.spawn(1)[0].generate_state(1)[0])
-
-
-def _column(values: list[Any], width: int, dtype: Any) -> Any:
-    """One value a row, zeros behind: an array ``[width]``, or the scalar where ``width`` is 1."""
-    column = np.zeros(width, dtype)
-    column[: len(values)] = values
-    return column if width > 1 else column[0]
-
-
-def _padded(lists: Sequence[Sequence[int]], width: int, size: int, fill: int) -> np.ndarray:
-    """One list of ids a row, filled up: int32 ``[width, size]``, or ``[size]`` where ``width`` is 1."""
-    padded = np.full((width, size), fill, np.int32)
-    for row, ids in zip(padded, lists, strict=False):
-        row[: len(ids)] = ids
-    return padded if width > 1 else padded[0]

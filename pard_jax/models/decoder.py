@@ -77,7 +77,8 @@ class Layers(nnx.Module):
 class Decoder(nnx.Module):
     """A causal language model.
 
-    ``Decoder(config, dtype=..., rngs=nnx.Rngs(0))`` makes random weights; :func:`bind` puts given ones in place.
+    ``Decoder(config, dtype=..., rngs=nnx.Rngs(0))`` makes random weights, None makes zeros where only shapes matter;
+    :func:`bind` puts given ones in place.
     """
 
     def __init__(
@@ -85,13 +86,13 @@ class Decoder(nnx.Module):
         config: ModelConfig,
         *,
         dtype=jnp.float32,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | None,
         implementation: str = "xla",
     ) -> None:
         def param(shape: tuple[int, ...], *, ones: bool = False) -> nnx.Param:
             if ones:
                 return nnx.Param(jnp.ones(shape, dtype))
-            return nnx.Param(_normal(rngs.params(), shape, dtype))
+            return nnx.Param(jnp.zeros(shape, dtype) if rngs is None else _normal(rngs.params(), shape, dtype))
 
         self.config, self.implementation = config, implementation
         self.embed = param((config.vocab_size, config.hidden_size))
@@ -258,7 +259,7 @@ def _quantized_normal(key: Array, shape: tuple[int, ...], dtype) -> Int8Matrix:
 @functools.lru_cache(maxsize=32)
 def _abstract(config: ModelConfig, dtype_name: str, implementation: str = "xla") -> tuple[nnx.GraphDef, Params]:
     def make() -> Decoder:
-        return Decoder(config, dtype=jnp.dtype(dtype_name), rngs=nnx.Rngs(0), implementation=implementation)
+        return Decoder(config, dtype=jnp.dtype(dtype_name), rngs=None, implementation=implementation)
 
     model = nnx.eval_shape(make)
     graphdef, state = nnx.split(model)

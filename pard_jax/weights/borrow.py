@@ -118,7 +118,7 @@ def strip_embedding(
         # Not save_file, whose files nobody else may read.
         (partial / SINGLE).write_bytes(save(tensors | {ROWS: embedding[ids], IDS: ids}, {"format": "pt"}))
         _copy(draft, partial, _COMPANIONS)
-        if not _same_files(draft, target, _TOKENIZER):
+        if not same_tokenizer(draft, target):
             _copy(draft, partial, _TOKENIZER)
         write_json(partial / "config.json", _config_json(draft) | {KEY: "target"})
 
@@ -269,6 +269,11 @@ def _config_json(directory: Path) -> dict[str, Any]:
 
 def _files(directory: Path, patterns: Iterable[str]) -> dict[str, Path]:
     return {file.name: file for pattern in patterns for file in directory.glob(pattern)}
+
+
+def same_tokenizer(a: Path, b: Path) -> bool:
+    """Whether two directories hold the same tokenizer, byte for byte."""
+    return _same_files(a, b, _TOKENIZER)
 
 
 def _same_files(a: Path, b: Path, patterns: Iterable[str]) -> bool:

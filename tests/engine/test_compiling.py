@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -74,16 +76,15 @@ CONFIG = model_config("llama", num_hidden_layers=1, vocab_size=64, head_dim=8)
 TARGET = random_params(CONFIG, 0)
 
 
-@pytest.fixture(scope="module")
-def windowed() -> Engine:
-    """A random model with three attention windows, and no spare slots that would hide one that is too short.
+PLACED = jax.device_put({"target": TARGET}, jax.devices()[0])  # committed to a device, as loaded weights are
 
-    The weights are committed to a device, as loaded ones are.
-    """
+
+def make_windowed(params: Any) -> Engine:
+    """A random model with three attention windows, and no spare slots that would hide one that is too short."""
     engine = Engine(
         CONFIG,
         NoDrafter(),
-        jax.device_put({"target": TARGET}, jax.devices()[0]),
+        params,
         plan_for(CONFIG, Speculation(), 200, 3, chunk_size=100, smallest_window=64),
         num_rows=3,
         chunk_size=100,
@@ -92,6 +93,11 @@ def windowed() -> Engine:
     )
     assert engine.plan.windows == (64, 128, 256)
     return engine
+
+
+@pytest.fixture(scope="module")
+def windowed() -> Engine:
+    return make_windowed(PLACED)
 
 
 def test_warm_up_compiles_as_far_as_it_is_told(windowed):
@@ -104,6 +110,40 @@ def test_warm_up_compiles_as_far_as_it_is_told(windowed):
     with count_compiles() as compiled:
         mixed_workload(windowed, 64, 200, text=False)
     assert not compiled
+
+
+def test_programs_compile_before_there_are_weights():
+    engine = make_windowed(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), PLACED))
+    with count_compiles() as compiled:
+        ahead = engine.start_compiling(20)
+        ahead.wait()
+    assert len(compiled) == ahead.num_to_compile == 5  # admission, and prefill and decoding of two windows
+    engine.take_params(PLACED)
+    with count_compiles() as compiled:
+        assert engine.warm_up(20) == 2
+        generate(engine, [[5, 7]], params_of_request(max_tokens=9))
+    assert not compiled
+
+
+def test_what_fails_to_compile_ahead_ends_the_warm_up(monkeypatch):
+    def fail(*_: Any, **__: Any) -> None:
+        raise MemoryError("too large a program")
+
+    engine = make_windowed(PLACED)
+    monkeypatch.setattr(engine._programs, "prefill", SimpleNamespace(lower=fail))
+    engine.start_compiling(20)
+    with pytest.raises(MemoryError, match="too large a program"):
+        engine.warm_up(20)
+
+
+def test_stopping_leaves_what_has_not_begun(monkeypatch):
+    engine, stopped = make_windowed(PLACED), threading.Event()
+    lowered = SimpleNamespace(compile=lambda: stopped.wait(10))
+    monkeypatch.setattr(engine._programs, "admit", SimpleNamespace(lower=lambda *_: lowered))
+    first, *rest = engine.start_compiling(20).tasks
+    engine.stop_compiling()
+    stopped.set()
+    assert all(task.cancelled() for task in rest) and first.exception(10) is None
 
 
 def test_windows_do_not_change_the_output(windowed):
@@ -141,7 +181,7 @@ assert all(type(x) is type(jnp.zeros(())) for x in leaves) and len(leaves) < 64,
 keep, times = np.zeros(4, bool), []  # no row is active: what is left is the host's own part
 for _ in range(300):
     start = time.perf_counter()
-    engine._run(keep, 2, engine.plan.num_slots, greedy=False)
+    engine._call("decode", keep, np.int32(2), window=engine.plan.num_slots, greedy=False)
     times.append(time.perf_counter() - start)
 print(1e3 * float(np.median(times)))
 """

@@ -84,14 +84,14 @@ def prompts_of(count: int) -> list[list[int]]:
 def widths(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """What is called, and for how many rows."""
     seen: list[tuple[str, int]] = []
-    for name in ("_admit_rows", "_prefill_rows"):
+    for name in ("_admission", "_chunks"):
         original = getattr(Engine, name)
 
-        def spy(self: Engine, rows: Any, *args: Any, name: str = name, original: Any = original) -> None:
-            width = args[0] if name == "_admit_rows" else args[2]
+        def spy(self: Engine, rows: Any, *args: Any, name: str = name, original: Any = original) -> Any:
+            width = args[0] if name == "_admission" else args[2]
             assert len(rows) <= width
             seen.append((name, width))
-            original(self, rows, *args)
+            return original(self, rows, *args)
 
         monkeypatch.setattr(Engine, name, spy)
     return seen
@@ -108,7 +108,7 @@ def test_greedy_output_is_the_targets_own(kind, widths):
         outputs = generate(engine, prompts, params_of_request(max_tokens=12))
     assert not compiled
     assert tokens_of(outputs) == [greedy(logits, p, min(LENGTH, len(p) + 12)) for p in prompts]
-    assert {("_admit_rows", 6), ("_prefill_rows", 6), ("_admit_rows", 1), ("_prefill_rows", 1)} == set(widths)
+    assert {("_admission", 6), ("_chunks", 6), ("_admission", 1), ("_chunks", 1)} == set(widths)
 
 
 @pytest.mark.parametrize("kind", ["none", "pard"])

@@ -14,6 +14,7 @@ from pard_jax.decoding.drafters.protocol import DraftContext, Drafter, Proposal
 from pard_jax.decoding.sampling import Role, role_keys, sample, warp_logits
 from pard_jax.models import Decoder, KVCache, bind
 from pard_jax.models.argmax import first_argmax
+from pard_jax.models.cache import zeros
 from pard_jax.models.sharding import replicated
 from pard_jax.pytree import pytree
 
@@ -41,7 +42,7 @@ class ModelDrafter(Drafter):
         shape = (c.num_layers, num_rows, c.num_kv_heads, num_slots, c.head_dim)
         # Placed on the mesh like all of the state: a program cannot return arrays of both one device and several.
         device = None if mesh is None else replicated(mesh)
-        return DraftState(KVCache.zeros(shape, dtype, mesh), jnp.zeros((num_rows,), jnp.int32, device=device))
+        return DraftState(KVCache.zeros(shape, dtype, mesh), zeros((num_rows,), jnp.int32, device))
 
     def admit(self, state: DraftState, row: Int[Array, "*R"]) -> DraftState:
         return dataclasses.replace(state, cached=state.cached.at[row].set(0, mode="drop"))
