@@ -128,8 +128,7 @@ def test_a_target_that_drafts_for_itself_is_read_once(pair, monkeypatch):
 def test_synthetic_rates_reach_the_engine(pair):
     keys = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.9, 0.5, 0.2, 0.2]}
     parts = load(pair.target, pard(pair.draft, **keys)).parts
-    assert parts.synthetic_rates == pytest.approx((0.9, 0.5 / 0.9, 0.4, 1.0))
-    assert parts.build()._programs._rates == parts.synthetic_rates
+    assert parts.build()._programs._rates == pytest.approx((0.9, 0.5 / 0.9, 0.4, 1.0))
 
 
 def test_engines_of_the_same_parts_share_the_weights(pair):

@@ -28,7 +28,7 @@ def settings(method: str, drafter: Drafter, target: ModelConfig, dtype: str = "f
     plan = plan_memory(target, EngineConfig(), Speculation(), dtype=dtype, chunk_size=64, memory_bytes=1 << 30)
     return Settings(
         model=Path("target"), draft_model=Path("draft"), method=method,
-        num_speculative_tokens=drafter.num_speculative_tokens, dtype=jnp.dtype(dtype), chunk_size=64,
+        num_speculative_tokens=drafter.num_speculative_tokens, widths=(drafter.num_speculative_tokens,), dtype=jnp.dtype(dtype), chunk_size=64,
         steps_per_dispatch=1, implementation="xla", plan=plan, config=target, drafter=drafter,
     )  # fmt: skip
 
@@ -47,7 +47,7 @@ def output(tokens: list[int], *, seconds: float = 2.0, acceptance: AcceptanceSta
 
 def run(outputs: list[RequestOutput], **changes: Any) -> report.Run:
     values: dict[str, Any] = {
-        "outputs": outputs, "seconds": 4.0, "num_steps": 6, "decode_seconds": 2.0, "decode_steps": 5,
+        "outputs": outputs, "seconds": 4.0, "steps_by_k": {2: 6}, "decode_seconds": 2.0, "decode_steps": 5,
         "acceptance": AcceptanceStats(0),
     }  # fmt: skip
     return report.Run(**values | changes)
@@ -74,7 +74,9 @@ def test_step_bytes(tied: bool) -> None:
         ("pard", PardDrafter(**common, mask_token_id=127), ours + theirs),
         ("draft_model", SequentialDrafter(**common), ours + 3 * theirs),
     ]:
-        assert report.step_bytes(settings(method, drafter, target, "bfloat16")) == expected, method
+        about = settings(method, drafter, target, "bfloat16")
+        assert report.step_bytes(about, drafter.num_speculative_tokens) == expected, method
+        assert report.step_bytes(about, 0) == ours, method
 
 
 def test_summary() -> None:
@@ -113,7 +115,7 @@ def test_peak_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_compare() -> None:
     same, other = output([1, 2]), output([1, 3])
-    ours, plain = run([same, other]), run([same, same], seconds=8.0, num_steps=12)
+    ours, plain = run([same, other]), run([same, same], seconds=8.0, steps_by_k={0: 12})
     line = report.compare_runs(ours, plain, greedy=True, dtype="float32")
     assert "2.00x" in line and "(12 steps)" in line and line.endswith("tokens are equal in 1 of 2")
     assert "near-ties" in report.compare_runs(ours, plain, greedy=True, dtype="bfloat16")

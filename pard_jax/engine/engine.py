@@ -21,6 +21,7 @@ from pard_jax.config import ModelConfig
 from pard_jax.decoding.drafters import Drafter
 from pard_jax.decoding.state import MAX_STOP_TOKEN_IDS, Row, init_state
 from pard_jax.decoding.step import Programs, StepOutput
+from pard_jax.engine.adaptive import Choice, Policy, Scheduled
 from pard_jax.engine.memory import MemoryPlan
 from pard_jax.engine.metrics import AcceptanceStats
 from pard_jax.engine.request import Request, RequestUpdate, StepLogprobs
@@ -39,7 +40,7 @@ class _Slot:
 
     request: Request
     prefilled: int = 0  # prompt tokens given to the device
-    pending_steps: int = 0  # steps dispatched whose outcome is not known yet
+    pending_tokens: int = 0  # the most that dispatches whose outcome is not known yet can add
 
     @property
     def num_to_prefill(self) -> int:
@@ -53,8 +54,15 @@ class _Dispatch:
 
     rows: dict[int, _Slot]
     num_steps: int
+    choice: Choice
+    alone: bool  # whether the device had nothing to do between the dispatch before, which it was busy with, and this
     steps: jax.Array
     output: StepOutput
+
+    @property
+    def most_tokens(self) -> int:
+        """The most that it can add to a row."""
+        return self.num_steps * (self.choice.k + 1)
 
 
 class Engine:
@@ -78,6 +86,7 @@ class Engine:
         eos_token_ids: Iterable[int] = (),
         seed: int | None = 0,
         synthetic_rates: tuple[float, ...] | None = None,
+        policy: Policy | None = None,
         mesh: Mesh | None = None,
     ) -> None:
         """
@@ -93,11 +102,12 @@ class Engine:
                 compilation.
             eos_token_ids: the primary one first.
             seed: base of the seeds of requests that bring none; None for a new one each time.
+            policy: chooses K for each dispatch, at most the drafter's; None for the drafter's, always.
         """
         self.config, self.drafter, self.plan, self.tokenizer = config, drafter, plan, tokenizer
         self.steps_per_dispatch, self.chunk_size = steps_per_dispatch, chunk_size
         self.acceptance = AcceptanceStats(drafter.num_speculative_tokens)
-        self.num_steps = 0  # steps read back so far
+        self.steps_by_k: collections.Counter[int] = collections.Counter()  # steps read back so far
         self._params = params
         self._specialize = specialize and synthetic_rates is None
         self._speculative_slots = speculative_slots
@@ -118,6 +128,10 @@ class Engine:
             synthetic_rates=synthetic_rates,
             state_sharding=sharding,
         )
+        self._policy = policy or Scheduled([(1, 1, drafter.num_speculative_tokens)])
+        self._k = drafter.num_speculative_tokens  # of the last dispatch
+        self._measured_up_to = 0  # tokens; what the policy knows the costs of
+        self._collected = 0.0  # when the last dispatch was read
         self._slots: list[_Slot | None] = [None] * num_rows
         self._most_passes = _CHUNKS_PER_DISPATCH
         if plan.prefill_rows > 1:
@@ -129,6 +143,11 @@ class Engine:
         self._waiting: collections.deque[Request] = collections.deque()
         self._aborted: set[str] = set()
         self._known: set[str] = set()
+
+    @property
+    def num_steps(self) -> int:
+        """Steps read back so far."""
+        return self.steps_by_k.total()
 
     # -- from any thread ------------------------------------------------------------------------------------------
 
@@ -219,7 +238,7 @@ class Engine:
         """
         length = min(max_length or self.plan.max_model_len, self.plan.max_model_len)
         prefilled = -(-length // self.chunk_size) * self.chunk_size  # a prompt is read in whole chunks
-        longest = self.plan.window(max(self._reach(length), prefilled))
+        longest = self.plan.window(max(self._reach(length, self.drafter.num_speculative_tokens), prefilled))
         windows = [w for w in self.plan.windows if w <= longest]
         widths = sorted({1, self.plan.prefill_rows})
         for width in widths:
@@ -227,17 +246,46 @@ class Engine:
         for window in windows:
             for width in widths:
                 self._prefill_rows([], [], [], width, window)
+            if len(self._policy.widths) > 1:
+                self._catch_up(window)
             for greedy in {False, self._specialize}:
-                self._run(np.zeros(len(self._slots), bool), 1, window, greedy)
+                for k in self._policy.widths:
+                    choice = Choice(k, window, greedy)
+                    self._run(np.zeros(len(self._slots), bool), 1, choice)
+                    if self._policy.measures:
+                        self._policy.learn(choice, self._time_step(choice))
         jax.block_until_ready(self._state.length)
+        self._measured_up_to = length
         return len(windows)
+
+    def _time_step(self, choice: Choice) -> float:
+        """Seconds of a step of all rows, the best of a few dispatches. No row holds a request."""
+        length = choice.window // 2
+        steps = (length - self._speculative_slots) // (choice.k + 1)  # so many stay within the window
+        steps = max(1, min(steps, self.steps_per_dispatch))
+        every, times = np.ones(len(self._slots), bool), []
+        for _ in range(4):  # the first one may still compile
+            state = self._state
+            values = {"length": length, "cached": length - 1, "active": True, "stop_ids": -1, "max_length": 1 << 30}
+            fields = [(name, getattr(state, name), value) for name, value in values.items()]
+            filled = {n: jax.device_put(np.full(x.shape, v, x.dtype), x.sharding) for n, x, v in fields}
+            self._state = dataclasses.replace(state, **filled)
+            self._catch_up(choice.window)
+            jax.block_until_ready(self._state.length)
+            start = time.perf_counter()
+            jax.block_until_ready(self._run(every, steps, choice))
+            times.append(time.perf_counter() - start)
+        self._run(~every, 1, choice)  # none is active any more
+        return min(times) / steps
 
     def step(self) -> list[RequestUpdate]:
         """Admit, prefill, dispatch, and read the dispatch before; returns what is new, request by request."""
         updates = self._take_aborts()
-        self._admit()
-        self._prefill()
-        dispatched = self._dispatch()
+        if self._policy.measures:
+            self._measure()
+        busy = bool(self._in_flight)
+        prefilled = self._admit() + self._prefill()
+        dispatched = self._dispatch(alone=busy and not prefilled)
         if len(self._in_flight) > 1 or (self._in_flight and not dispatched):
             updates += self._collect(self._in_flight.popleft())
         return updates
@@ -257,16 +305,28 @@ class Engine:
             updates.append(self._retire(request, index))
         return updates
 
-    def _admit(self) -> None:
+    def _measure(self) -> None:
+        """Warm up for the requests that wait, where nobody has done so and no other would be disturbed."""
+        if any(self._slots):
+            return
+        with self._lock:
+            longest = max((request.max_length for request in self._waiting), default=0)
+        if longest > self._measured_up_to:
+            self.warm_up(longest)
+
+    def _admit(self) -> int:
+        """Put requests that wait into free slots; returns how many."""
         free = [i for i, slot in enumerate(self._slots) if slot is None]
         with self._lock:
             admitted = [(i, self._waiting.popleft()) for i in free[: len(self._waiting)]]
         for index, request in admitted:
             self._slots[index] = _Slot(request)
+        count = len(admitted)
         while admitted:
             width = self._width(len(admitted))
             self._admit_rows(admitted[:width], width)
             admitted = admitted[width:]
+        return count
 
     def _width(self, count: int) -> int:
         """Rows of the next call that admits or prefills, where ``count`` are to be."""
@@ -294,7 +354,9 @@ class Engine:
         )
         self._state = self._programs.admit(self._state, self._row_ids([i for i, _ in admitted], width), row)
 
-    def _prefill(self) -> None:
+    def _prefill(self) -> int:
+        """Run prefill passes; returns how many."""
+        passes = 0
         pending = [(i, s) for i, s in enumerate(self._slots) if s is not None and s.num_to_prefill > 0]
         decoding = any(s is not None and s.num_to_prefill <= 0 for s in self._slots)
         budget = self._most_passes if decoding else None
@@ -308,6 +370,8 @@ class Engine:
                 slot.prefilled += count
             pending = [(i, s) for i, s in rows.items() if s.num_to_prefill > 0] + pending[width:]
             budget = None if budget is None else budget - 1
+            passes += 1
+        return passes
 
     def _prefill_rows(self, rows: list[int], starts: list[int], counts: list[int], width: int, window: int) -> None:
         """Take in a chunk of each of up to ``width`` rows' prompts by one call of a program compiled for this many."""
@@ -321,34 +385,43 @@ class Engine:
         spare = len(self._slots)
         return _column([*rows, *range(spare, spare + width - len(rows))], width, np.int32)
 
-    def _dispatch(self) -> bool:
+    def _dispatch(self, *, alone: bool) -> bool:
         rows = {i: s for i, s in enumerate(self._slots) if s is not None and s.num_to_prefill <= 0}
         if not rows:
             return False
         keep = np.zeros(len(self._slots), bool)
         keep[list(rows)] = True
         steps = self.steps_per_dispatch
-        longest = max(self._bound(slot, steps) for slot in rows.values())
         greedy = self._specialize and all(slot.request.plain_greedy for slot in rows.values())
-        ran, output = self._run(keep, steps, self.plan.window(self._reach(longest)), greedy)
+        window = self._window(rows.values(), steps, self._policy.widths[-1])
+        choice = self._policy.choose(len(rows), steps, window, greedy)
+        choice = dataclasses.replace(choice, window=self._window(rows.values(), steps, choice.k))
+        if choice.k and not 0 < self._k <= choice.k:
+            self._catch_up(choice.window)
+        self._k = choice.k
+        ran, output = self._run(keep, steps, choice)
+        dispatch = _Dispatch(rows, steps, choice, alone, ran, output)
         for slot in rows.values():
-            slot.pending_steps += steps
-        self._in_flight.append(_Dispatch(rows, steps, ran, output))
+            slot.pending_tokens += dispatch.most_tokens
+        self._in_flight.append(dispatch)
         return True
 
-    def _bound(self, slot: _Slot, steps: int) -> int:
-        """The most tokens the row can hold after ``steps`` more steps."""
-        grown = (slot.pending_steps + steps) * (self.drafter.num_speculative_tokens + 1)
-        return min(slot.request.num_tokens + grown, slot.request.max_length)
+    def _window(self, slots: Iterable[_Slot], steps: int, k: int) -> int:
+        """The window for ``steps`` steps of K = ``k`` behind those under way."""
+        grown = ((s.request.num_tokens + s.pending_tokens + steps * (k + 1), s.request.max_length) for s in slots)
+        return self.plan.window(self._reach(max(map(min, grown)), k))
 
-    def _reach(self, length: int) -> int:
+    def _reach(self, length: int, k: int) -> int:
         """Cache slots that a step may touch in a row of ``length`` tokens."""
-        return length + self._speculative_slots
+        return length + (self._speculative_slots if k else 0)
 
-    def _run(self, keep: np.ndarray, steps: int, window: int, greedy: bool) -> tuple[jax.Array, StepOutput]:
-        self._state, result = self._programs.decode(
-            self._params, self._state, keep, np.int32(steps), window=window, greedy=greedy
-        )
+    def _catch_up(self, window: int) -> None:
+        """Have the drafter take in what plain steps kept, or steps of a larger K."""
+        self._state = self._programs.catch_up(self._params, self._state, width=self._speculative_slots, window=window)
+
+    def _run(self, keep: np.ndarray, steps: int, choice: Choice) -> tuple[jax.Array, StepOutput]:
+        static = {"window": choice.window, "greedy": choice.greedy, "k": choice.k}
+        self._state, result = self._programs.decode(self._params, self._state, keep, np.int32(steps), **static)
         return result
 
     def _collect(self, dispatch: _Dispatch) -> list[RequestUpdate]:
@@ -358,18 +431,24 @@ class Engine:
         tokens, kept, drafts, accepted = out.tokens, out.num_kept, out.num_drafts, out.num_accepted
         wants_logprobs = any(s.request.params.logprobs is not None for s in live.values())
         logprobs = jax.device_get(out.logprobs) if wants_logprobs else None
-        steps = int(steps)
-        self.num_steps += steps
+        steps, choice = int(steps), dispatch.choice
+        self.steps_by_k[choice.k] += steps
         now = time.monotonic()
+        # Where the pipeline was full, the time since the last look is what this dispatch took, the host's part included.
+        seconds = now - self._collected if dispatch.alone and steps == dispatch.num_steps else None
+        self._collected = now
+        if self._policy.measures:
+            ran = kept[:steps, list(live)] > 0
+            self._policy.observe(choice, steps, seconds, accepted[:steps, list(live)][ran])
         # Without speculation a row's steps are one token each until it ends, and are taken in together: at a thousand
         # rows this loop is what bounds the engine.
         together = None
-        if not self.drafter.num_speculative_tokens and logprobs is None:
+        if not choice.k and logprobs is None:
             together = (tokens[:steps, :, 0].T.tolist(), kept[:steps].sum(axis=0).tolist())
         updates = []
         for index, slot in live.items():
             request = slot.request
-            slot.pending_steps -= dispatch.num_steps
+            slot.pending_tokens -= dispatch.most_tokens
             if together is not None:
                 rows, totals = together
                 if totals[index]:

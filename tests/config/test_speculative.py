@@ -132,7 +132,6 @@ def test_a_draft_of_another_method_is_known_by_its_name(model, method):
     [
         ("disable_padded_drafter_batch", True),
         ("use_heterogeneous_vocab", True),
-        ("num_speculative_tokens_per_batch_size", [[1, 4, 3]]),
         ("quantization", "fp8"),
         ("kv_cache_dtype", "fp8"),
         ("enforce_eager", True),

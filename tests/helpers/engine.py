@@ -64,8 +64,8 @@ class ScriptedDrafter(Drafter):
     def propose(self, params: Any, state: Any, context: DraftContext, *, window: int) -> tuple[Proposal, Any]:
         last = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)[:, 0]
         if not self.sampled:
-            return Proposal(params["tokens"][last], None), state
-        probs = params["probs"][last]
+            return Proposal(params["tokens"][last][:, : self.num_speculative_tokens], None), state
+        probs = params["probs"][last][:, : self.num_speculative_tokens]
         positions = context.length[:, None] + jnp.arange(self.num_speculative_tokens)[None, :]
         drawn = sample(jnp.log(probs), role_keys(context.sampling.seed, positions, Role.DRAFT))
         best = jnp.argmax(probs, axis=-1).astype(jnp.int32)
