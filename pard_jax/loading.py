@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ class Settings:
     model: Path
     draft_model: Path | None
     method: str  # "pard", "draft_model", "ngram" or "none"
-    num_speculative_tokens: int | str  # 0 where nothing is drafted; or "auto"
+    num_speculative_tokens: int | Literal["auto"]  # 0 where nothing is drafted; or "auto"
     widths: tuple[int, ...]  # every K that a step may have, ascending
     dtype: Any
     chunk_size: int

@@ -28,7 +28,8 @@ def settings(method: str, drafter: Drafter, target: ModelConfig, dtype: str = "f
     plan = plan_memory(target, EngineConfig(), Speculation(), dtype=dtype, chunk_size=64, memory_bytes=1 << 30)
     return Settings(
         model=Path("target"), draft_model=Path("draft"), method=method,
-        num_speculative_tokens=drafter.num_speculative_tokens, widths=(drafter.num_speculative_tokens,), dtype=jnp.dtype(dtype), chunk_size=64,
+        num_speculative_tokens=drafter.num_speculative_tokens, widths=(drafter.num_speculative_tokens,),
+        dtype=jnp.dtype(dtype), chunk_size=64,
         steps_per_dispatch=1, implementation="xla", plan=plan, config=target, drafter=drafter,
     )  # fmt: skip
 

@@ -15,8 +15,7 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 MAX_SPEC_LEN = 128  # vllm/v1/sample/rejection_sampler.py
-# What "auto" chooses from: every K is a program of its own to compile. 12 is the published best in-domain at batch 1, 3 to
-# 5 are elsewhere.
+# What "auto" chooses from, a program each to compile. Published as best: 12 in-domain at batch 1, else 3 to 5.
 AUTO_WIDTHS = (0, 2, 4, 8, 12)
 SUPPORTED_METHODS = ("draft_model", "ngram")
 # vLLM's other methods: known by name, so that asking for one is told apart from a misspelt name.

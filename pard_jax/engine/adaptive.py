@@ -1,9 +1,9 @@
 """Which K the next dispatch runs with: a table's, or the one that promises the most tokens a second.
 
 Host arithmetic only. A step of K drafts costs ``cost(K)`` seconds, measured in the warm-up, and yields
-``1 + a_1 + a_1 a_2 + ... + a_1..a_K`` tokens a row, where ``a_i`` is the share of drafts at position i that are accepted
-once those before it were. The best K has the largest quotient. (After SmartSpec's goodput, arXiv 2406.14066, with a rate
-of its own for every position.)
+``1 + a_1 + a_1 a_2 + ... + a_1 .. a_K`` tokens a row, where ``a_i`` is the share of drafts at position i that are
+accepted once those before it were. The best K has the largest quotient. (After SmartSpec's goodput, arXiv 2406.14066,
+with a rate of its own for every position.)
 
 What does not run is not seen: neither the acceptance while decoding plainly nor how the others' costs have changed. So
 now and then a few dispatches run another K. The time that they lose is a debt, paid off at 1% of the time that passes,
@@ -16,6 +16,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -51,17 +52,17 @@ class Policy(abc.ABC):
     def choose(self, num_running: int, steps: int, window: int, greedy: bool) -> Choice:
         """K of the next dispatch, of up to ``steps`` steps of ``num_running`` rows that hold requests."""
 
-    def learn(self, choice: Choice, seconds: float) -> None:
+    def learn(self, choice: Choice, seconds: float) -> None:  # noqa: B027
         """Take in what a step costs, measured alone."""
 
-    def observe(self, choice: Choice, steps: int, seconds: float | None, accepted: np.ndarray) -> None:
+    def observe(self, choice: Choice, steps: int, seconds: float | None, accepted: Any) -> None:  # noqa: B027
         """Take in how a dispatch went, a dispatch or two after it was chosen.
 
         Args:
             choice: what it ran with.
             steps: how many it ran.
             seconds: what it took; None where the device, or the host, had other things to do meanwhile.
-            accepted: drafts accepted, one number a step and row that ran.
+            accepted: int [*], drafts accepted, one number a step and row that ran.
         """
 
 
@@ -105,8 +106,8 @@ class Adaptive(Policy):
         self.widths = tuple(widths)
         # Seconds of a step by window and program, as measured in the warm-up.
         self._costs: dict[tuple[int, bool], dict[int, float]] = {}
-        # What costs turn out to be, as multiples of these: each K's own share, which is learnt where two K run one after
-        # the other, and the machine's, which may drift.
+        # What costs turn out to be, as multiples of these: each K's own share, which is learnt where two K run one
+        # after the other, and the machine's, which may drift.
         self._factor = dict.fromkeys(widths, 1.0)
         self._pace = 1.0
         self._tries = np.zeros(widths[-1])  # per position, drafts whose predecessors were all accepted
@@ -160,7 +161,7 @@ class Adaptive(Policy):
         settled, self._last = k == self._last, k
         return Choice(k, window, greedy, exploring=k != self._best, settled=settled)
 
-    def observe(self, choice: Choice, steps: int, seconds: float | None, accepted: np.ndarray) -> None:
+    def observe(self, choice: Choice, steps: int, seconds: float | None, accepted: Any) -> None:
         """See :class:`Policy`."""
         k = choice.k
         if k and accepted.size:

@@ -434,7 +434,7 @@ class Engine:
         steps, choice = int(steps), dispatch.choice
         self.steps_by_k[choice.k] += steps
         now = time.monotonic()
-        # Where the pipeline was full, the time since the last look is what this dispatch took, the host's part included.
+        # Where the pipeline was full, the time since the last look is what it took, the host's part included.
         seconds = now - self._collected if dispatch.alone and steps == dispatch.num_steps else None
         self._collected = now
         if self._policy.measures:
