@@ -1,6 +1,6 @@
 """The jitted programs: a speculative step, several of them a dispatch, a chunk of prefill, the admission of a request.
 
-All take the decode state by donation and return it. Weights are arguments; the models' structure, the drafter and its K,
+All take the decode state by donation and return it. Weights are arguments; the models' structure, the drafter, its K
 and the attention window are static, and nothing else is: no prompt, length or sampling setting compiles anything again.
 """
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from pard_jax.config import SpeculativeConfig
 
-_HYSTERESIS = 1.03  # what another K must promise before it is changed for: a change of K costs the draft a pass
+_HYSTERESIS = 1.03  # gain that another K must promise, except 0: the draft has to catch up after a change
 _FORGET = 0.98  # weight of what a step accepted after another one: some 50 steps are remembered
 _PRIOR, _PRIOR_WEIGHT = 0.7, 2.0  # acceptance before any draft was seen, and the drafts that it counts for
 _BUDGET = 0.01  # share of the time that exploring may lose
@@ -143,7 +143,7 @@ class Adaptive(Policy):
         costs, tokens = self.costs(window, greedy), self.expected_tokens()
         speed = {k: tokens[k] / costs[k] for k in self.widths}
         fastest = max(self.widths, key=lambda k: speed[k])
-        if speed[fastest] > _HYSTERESIS * speed[self._best]:
+        if speed[fastest] > (_HYSTERESIS if fastest else 1.0) * speed[self._best]:
             self._best = fastest
         if not self._left and self._debt <= 0 and self._rested >= _EXPLORE_EVERY and len(self.widths) > 1:
             # What costs least for how long it has not been looked at.

@@ -32,6 +32,7 @@ from pard_jax.tokenizer import Tokenizer
 # Prefill passes between two dispatches while other rows are decoding, so that a long prompt does not stall them. More
 # rows than this are admitted and prefilled together, where the plan has a wide pass for that.
 _CHUNKS_PER_DISPATCH = 4
+_TIMINGS = 5  # of every K, of which the fastest counts
 
 
 @dataclasses.dataclass
@@ -130,6 +131,9 @@ class Engine:
         )
         self._policy = policy or Scheduled([(1, 1, drafter.num_speculative_tokens)])
         self._k = drafter.num_speculative_tokens  # of the last dispatch
+        # As wide as memory is planned for, and as there are slots behind the longest row.
+        width = max(speculative_slots, chunk_size // num_rows)
+        self._catch_up_width = min(width, plan.num_slots - plan.max_model_len)
         self._measured_up_to = 0  # tokens; what the policy knows the costs of
         self._collected = 0.0  # when the last dispatch was read
         self._slots: list[_Slot | None] = [None] * num_rows
@@ -249,34 +253,35 @@ class Engine:
             if len(self._policy.widths) > 1:
                 self._catch_up(window)
             for greedy in {False, self._specialize}:
-                for k in self._policy.widths:
-                    choice = Choice(k, window, greedy)
+                choices = [Choice(k, window, greedy) for k in self._policy.widths]
+                for choice in choices:
                     self._run(np.zeros(len(self._slots), bool), 1, choice)
-                    if self._policy.measures:
-                        self._policy.learn(choice, self._time_step(choice))
+                if self._policy.measures:
+                    # One after the other, again and again: what disturbs the machine then disturbs them all.
+                    times = [[self._time_step(choice) for choice in choices] for _ in range(_TIMINGS)]
+                    for choice, seconds in zip(choices, map(min, zip(*times, strict=True)), strict=True):
+                        self._policy.learn(choice, seconds)
         jax.block_until_ready(self._state.length)
         self._measured_up_to = length
         return len(windows)
 
     def _time_step(self, choice: Choice) -> float:
-        """Seconds of a step of all rows, the best of a few dispatches. No row holds a request."""
+        """Seconds of a step of all rows, of which none holds a request."""
         length = choice.window // 2
         steps = (length - self._speculative_slots) // (choice.k + 1)  # so many stay within the window
         steps = max(1, min(steps, self.steps_per_dispatch))
-        every, times = np.ones(len(self._slots), bool), []
-        for _ in range(4):  # the first one may still compile
-            state = self._state
-            values = {"length": length, "cached": length - 1, "active": True, "stop_ids": -1, "max_length": 1 << 30}
-            fields = [(name, getattr(state, name), value) for name, value in values.items()]
-            filled = {n: jax.device_put(np.full(x.shape, v, x.dtype), x.sharding) for n, x, v in fields}
-            self._state = dataclasses.replace(state, **filled)
-            self._catch_up(choice.window)
-            jax.block_until_ready(self._state.length)
-            start = time.perf_counter()
-            jax.block_until_ready(self._run(every, steps, choice))
-            times.append(time.perf_counter() - start)
+        state, every = self._state, np.ones(len(self._slots), bool)
+        values = {"length": length, "cached": length - 1, "active": True, "stop_ids": -1, "max_length": 1 << 30}
+        fields = [(name, getattr(state, name), value) for name, value in values.items()]
+        filled = {n: jax.device_put(np.full(x.shape, v, x.dtype), x.sharding) for n, x, v in fields}
+        self._state = dataclasses.replace(state, **filled)
+        self._catch_up(choice.window)
+        jax.block_until_ready(self._state.length)
+        start = time.perf_counter()
+        jax.block_until_ready(self._run(every, steps, choice))
+        seconds = (time.perf_counter() - start) / steps
         self._run(~every, 1, choice)  # none is active any more
-        return min(times) / steps
+        return seconds
 
     def step(self) -> list[RequestUpdate]:
         """Admit, prefill, dispatch, and read the dispatch before; returns what is new, request by request."""
@@ -417,7 +422,7 @@ class Engine:
 
     def _catch_up(self, window: int) -> None:
         """Have the drafter take in what plain steps kept, or steps of a larger K."""
-        self._state = self._programs.catch_up(self._params, self._state, width=self._speculative_slots, window=window)
+        self._state = self._programs.catch_up(self._params, self._state, width=self._catch_up_width, window=window)
 
     def _run(self, keep: np.ndarray, steps: int, choice: Choice) -> tuple[jax.Array, StepOutput]:
         static = {"window": choice.window, "greedy": choice.greedy, "k": choice.k}
