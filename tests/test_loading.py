@@ -269,3 +269,13 @@ def test_other_families_make_a_pair(pair, tmp_path):
         shutil.copy(path, draft)
     drafter = load(pair.target, pard(draft)).settings.drafter
     assert isinstance(drafter, PardDrafter) and drafter.config.family == "llama"
+
+
+def test_auto_is_planned_for_its_largest_k(pair):
+    auto = load(pair.target, pard(pair.draft, k="auto", num_speculative_tokens_max=6)).parts  # type: ignore[arg-type]
+    six = auto.configured(SpeculativeConfig.from_dict(pard(pair.draft, k=6)), 2)
+    assert auto.settings.widths == (0, 2, 4, 6) and auto.settings.num_speculative_tokens == "auto"
+    assert auto.settings.plan == six.settings.plan and auto.settings.drafter == six.settings.drafter
+    assert auto.speculative_slots == six.speculative_slots == 12
+    assert auto.build()._policy.widths == (0, 2, 4, 6) and six.build()._policy.widths == (6,)
+    assert auto.without_speculation().build()._policy.widths == (0,)

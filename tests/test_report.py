@@ -100,6 +100,19 @@ def test_summary() -> None:
     assert "GB/s" not in short and "nothing was drafted" in short and "on average" not in short
 
 
+def test_summary_where_k_changes() -> None:
+    target, draft = model_config(), model_config("llama", num_hidden_layers=1, pard_token=127)
+    drafter = PardDrafter(
+        num_speculative_tokens=4, config=draft, target_vocab_size=128, max_model_len=64, mask_token_id=127
+    )
+    about = dataclasses.replace(settings("pard", drafter, target), num_speculative_tokens="auto", widths=(0, 2, 4))
+    assert "pard, K=auto of 0, 2, 4, greedy drafts" in report.describe_settings(about, 1, 1)
+    lines = report.summarize(run([output([3])], steps_by_k={4: 1, 0: 3}), about).splitlines()
+    assert lines[1].endswith("share of steps 0: 75.0%, 4: 25.0%")
+    size = read_bytes(target, 4) + read_bytes(draft, 4) // 4
+    assert f"{size * 5 / 2.0 / 1e9:.2f} GB/s" in lines[2]
+
+
 def test_peak_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def raises() -> None:
         raise RuntimeError("not implemented")

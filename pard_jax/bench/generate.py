@@ -126,6 +126,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"{', '.join(drafted)} need{'s' * (len(drafted) == 1)} --draft-model")
     if asked := [m for m in args.methods if m in peers.METHODS]:
         peers.check_torch()
+        if {*asked} - {*UNDRAFTED} and args.num_speculative_tokens == ["auto"]:
+            raise ValueError(f"transformers drafts a number of tokens; let -k name one beside auto for {asked[-1]}")
         if 1 not in args.max_num_seqs:
             raise ValueError(f"{asked[0]} is measured one prompt at a time; let --max-num-seqs hold 1")
         for dtype in args.transformers_dtypes:

@@ -1,4 +1,4 @@
-"""K that changes from dispatch to dispatch: the same tokens, drafts as good as if it had never changed, no compilation."""
+"""K that changes from dispatch to dispatch: the same tokens, drafts as good as ever, and nothing compiles."""
 
 from __future__ import annotations
 
