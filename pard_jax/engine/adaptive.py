@@ -28,6 +28,7 @@ _PRIOR, _PRIOR_WEIGHT = 0.7, 2.0  # acceptance before any draft was seen, and th
 _BUDGET = 0.01  # share of the time that exploring may lose
 _EXPLORE_EVERY = 64  # steps between two times, at least
 _EXPLORE_DRAFTS = 8  # blocks of drafts that one time looks at, at least; what was seen before weighs no more
+_LEARN = 0.3  # of a deviation from the expected time, what a time of exploring, or a usual dispatch, is believed
 _MAX_DEVIATION = 2.0  # what one dispatch may seem slower or faster than expected: beyond, it was something else
 
 
@@ -114,7 +115,8 @@ class Adaptive(Policy):
         self._accepted = np.zeros(widths[-1])  # and those of them that were accepted as well
         self._best = self._last = widths[-1]
         self._since = dict.fromkeys(widths, 0)  # steps since each K has run
-        self._explored, self._left, self._rested = 0, 0, 0  # K under exploration, dispatches of it left, steps since
+        # K under exploration, its dispatches, those of them that are left, and steps since.
+        self._explored, self._dispatches, self._left, self._rested = 0, 1, 0, 0
         self._debt = 0.0  # seconds
 
     def learn(self, choice: Choice, seconds: float) -> None:
@@ -151,7 +153,7 @@ class Adaptive(Policy):
             others = [k for k in self.widths if k != self._best]
             self._explored = max(others, key=lambda k: self._since[k] / loss[k])
             # The first dispatch may have the draft catch up, and tells no cost.
-            self._left = max(2, math.ceil(_EXPLORE_DRAFTS / (num_running * steps)))
+            self._left = self._dispatches = max(2, math.ceil(_EXPLORE_DRAFTS / (num_running * steps)))
             unseen = slice(self._best, None)
             self._accepted[unseen] *= (keep := np.minimum(1.0, _EXPLORE_DRAFTS / np.maximum(self._tries[unseen], 1.0)))
             self._tries[unseen] *= keep
@@ -178,9 +180,9 @@ class Adaptive(Policy):
             deviation = seconds / (steps * costs[k] * self._pace)
             deviation = min(max(deviation, 1 / _MAX_DEVIATION), _MAX_DEVIATION)
             if choice.exploring:
-                self._factor[k] *= deviation**0.3
+                self._factor[k] *= deviation ** (_LEARN / self._dispatches)
             else:
-                self._pace *= deviation**0.2
+                self._pace *= deviation**_LEARN
         self._debt -= _BUDGET * seconds
         if choice.exploring or not choice.settled:
             tokens = self.expected_tokens()

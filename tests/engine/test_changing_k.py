@@ -11,24 +11,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pard_jax.decoding.drafters import Drafter, NgramDrafter, PardDrafter, SequentialDrafter
+from pard_jax.decoding.drafters import Drafter, PardDrafter, SequentialDrafter
 from pard_jax.engine.adaptive import Adaptive, Choice, Policy, Scheduled
 from pard_jax.engine.engine import Engine
 from pard_jax.engine.memory import Speculation
 from tests.engine.alphabets import DIGITS, LOWER
 from tests.engine.test_compiling import mixed_workload
+from tests.engine.test_faults_sampling import HALF, TARGETS, drawn, sampling_engine
 from tests.helpers.engine import (
     ScriptedEngine,
     count_compiles,
-    drain,
     generate,
     params_of_request,
     plan_for,
-    submit,
     tokens_of,
 )
 from tests.helpers.models import full_forward, tiny_pair
-from tests.helpers.reference import greedy, ngram_drafts, pard_drafts, sequential_drafts
+from tests.helpers.reference import greedy, pard_drafts, sequential_drafts
+from tests.helpers.statistics import assert_follows
 
 PAIR = tiny_pair()
 MASK, LENGTH, CHUNK, K = 63, 150, 32, 4
@@ -59,40 +59,32 @@ def drafter_of(kind: str) -> Drafter:
     model: dict[str, Any] = {
         "num_speculative_tokens": K, "config": PAIR.target, "target_vocab_size": 64, "max_model_len": LENGTH + K,
     }  # fmt: skip
-    match kind:
-        case "ngram":
-            return NgramDrafter(num_speculative_tokens=K, max_n=3, min_n=1)
-        case "pard":
-            return PardDrafter(**model, mask_token_id=MASK)
-        case _:
-            return SequentialDrafter(**model)
+    return PardDrafter(**model, mask_token_id=MASK) if kind == "pard" else SequentialDrafter(**model)
 
 
 def drafts_of(kind: str, context: list[int], k: int) -> list[int]:
-    match kind:
-        case "ngram":
-            return ngram_drafts(context, k, 1, 3)
-        case "pard":
-            return pard_drafts(TARGET, context, k, MASK)
-        case _:
-            return sequential_drafts(TARGET, context, k)
+    return pard_drafts(TARGET, context, k, MASK) if kind == "pard" else sequential_drafts(TARGET, context, k)
 
 
 @functools.cache
-def engine_of(kind: str, steps_per_dispatch: int = 2) -> Engine:
-    spare = {"ngram": 0, "pard": K, "sequential": 1}[kind]
-    draft = None if kind == "ngram" else PAIR.target
+def engine_of(kind: str) -> Engine:
+    spare = {"pard": K, "sequential": 1}[kind]
     engine = Engine(
         PAIR.target,
         drafter_of(kind),
         jax.device_put({"target": PAIR.params["target"], "draft": PAIR.params["target"]}, jax.devices()[0]),
         # Two windows for one of them: each is compiled.
         plan_for(
-            PAIR.target, Speculation(K, spare, draft), LENGTH, 3, CHUNK, smallest_window=128 if kind == "pard" else 4096
+            PAIR.target,
+            Speculation(K, spare, PAIR.target),
+            LENGTH,
+            3,
+            CHUNK,
+            smallest_window=128 if kind == "pard" else 4096,
         ),
         num_rows=3,
         chunk_size=CHUNK,
-        steps_per_dispatch=steps_per_dispatch,
+        steps_per_dispatch=2,
         dtype=jnp.float32,
         speculative_slots=K + spare,
         policy=Told(SEQUENCE),
@@ -101,7 +93,7 @@ def engine_of(kind: str, steps_per_dispatch: int = 2) -> Engine:
     return engine
 
 
-KINDS = ("pard", "sequential", "ngram")
+KINDS = ("pard", "sequential")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -137,7 +129,7 @@ def test_drafts_are_what_the_whole_context_says(kind):
                 break
 
 
-@pytest.mark.parametrize("kind", ["pard", "sequential"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_target_as_its_own_draft_is_right_again_after_plain_steps(kind):
     engine = engine_of(kind)
     policy = engine._policy
@@ -152,10 +144,43 @@ def test_the_target_as_its_own_draft_is_right_again_after_plain_steps(kind):
     assert len(drafted) > 10
 
 
-def test_the_table_is_asked_for_the_requests_that_run():
-    engine = ScriptedEngine(2, num_rows=3, policy=Scheduled([(1, 2, 2), (3, 9, 0)]))
+class Contrary(Told):
+    """Drafts after little was accepted, and not after much."""
+
+    def choose(self, num_running: int, steps: int, window: int, greedy: bool) -> Choice:
+        accepted = sum(self.seen[-1][1]) if self.seen else 0
+        return Choice(3 if accepted < 3 else 0, window, greedy)
+
+
+def test_samples_follow_the_target_although_k_hangs_on_what_was_accepted():
+    engine = sampling_engine(Contrary([0, 3]))
+    (output,) = generate(engine, [[0]], drawn(max_tokens=1800, seed=1))
+    tokens = np.asarray(output.outputs[0].token_ids)
+    assert min(engine.steps_by_k[k] for k in (0, 3)) > 50
+    assert_follows(tokens, TARGETS[0])
+    assert_follows(tokens[:-1:2] * HALF + tokens[1::2], np.outer(TARGETS[0], TARGETS[0]).ravel(), "pairs")
+
+
+# -- one engine, whose drafts are scripted, by several policies ----------------------------------------------------
+
+
+@functools.cache
+def compiled_engine() -> ScriptedEngine:
+    engine = ScriptedEngine(2, num_rows=3, policy=Told([0, 2]))
     engine.warm_up()
-    engine.say(LOWER, DIGITS)
+    return engine
+
+
+def engine_with(policy: Policy, drafts: str = "right") -> ScriptedEngine:
+    engine = compiled_engine()
+    engine._policy, engine._measured_up_to = policy, 0
+    engine.say(LOWER, DIGITS, drafts=drafts)
+    engine.steps_by_k.clear()
+    return engine
+
+
+def test_the_table_is_asked_for_the_requests_that_run():
+    engine = engine_with(Scheduled([(1, 2, 2), (3, 9, 0)]))
     with count_compiles() as compiled:
         for running, k in ((1, 2), (3, 0), (2, 2)):
             engine.steps_by_k.clear()
@@ -165,60 +190,35 @@ def test_the_table_is_asked_for_the_requests_that_run():
 
 
 def test_counts_are_vllms_where_k_changes():
-    """Steps without drafts do not count, and a position is a share of all that drafted."""
-    engine = ScriptedEngine(4, policy=Told([0, 2, 4, 4]))
-    engine.say("p" + LOWER.replace("p", ""))
-    (output,) = generate(engine, ["p"], params_of_request(max_tokens=1 + 3 + 5 + 5 + 1 + 3))
+    """Steps without drafts do not count."""
+    engine = engine_with(Told([0, 2, 2]))
+    (output,) = generate(engine, ["a"], params_of_request(max_tokens=1 + 3 + 3 + 1 + 3))
     metrics = output.metrics.speculative_decoding
-    assert metrics.acceptance_histogram == [0, 0, 2, 0, 2] and metrics.num_draft_tokens == 2 * (2 + 4)
-    assert metrics.num_spec_steps == engine.acceptance.num_drafts == 4 and metrics.num_spec_tokens == 4
-    assert engine.acceptance.per_position_acceptance_rates == [1.0, 1.0, 0.5, 0.5]
+    assert metrics.acceptance_histogram == [0, 0, 3] and metrics.num_draft_tokens == 6
+    assert metrics.num_spec_steps == engine.acceptance.num_drafts == 3
+    assert engine.steps_by_k[2] >= 3 and engine.steps_by_k[0] >= 2
 
 
-# -- auto ----------------------------------------------------------------------------------------------------------
-
-
-def auto_engine(**keys: Any) -> ScriptedEngine:
-    engine = ScriptedEngine(2, policy=Adaptive((0, 2)), **keys)
-    engine.say(LOWER, DIGITS)
-    return engine
-
-
-def test_the_warm_up_measures_every_k_and_nothing_compiles_after_it():
-    engine = auto_engine(steps_per_dispatch=2, specialize=True)
-    policy = engine._policy
-    assert isinstance(policy, Adaptive)
-    engine.warm_up()
-    (window,) = engine.plan.windows
-    for greedy_program in (False, True):
-        costs = policy.costs(window, greedy_program)
-        assert set(costs) == {0, 2} and all(0 < seconds < 1 for seconds in costs.values())
+def test_auto_measures_before_its_first_requests_and_not_again():
+    policy = Adaptive((0, 2))
+    engine = engine_with(policy)
+    outputs = generate(engine, ["a", "c"], params_of_request(max_tokens=9))
+    assert tokens_of(outputs) == [list(b"bcdefghij"), list(b"defghijkl")]
+    costs = policy.costs(engine.plan.windows[0], False)
+    assert set(costs) == {0, 2} and all(0 < seconds < 1 for seconds in costs.values())
+    engine.warm_up = lambda *_: pytest.fail("measures again")  # type: ignore[method-assign]
     with count_compiles() as compiled:
-        mixed_workload(engine, 256, 400, text=True)
-    assert not compiled
-    assert tokens_of(generate(engine, ["a", "c"], params_of_request(max_tokens=9))) == [
-        list(b"bcdefghij"), list(b"defghijkl"),
-    ]  # fmt: skip
-
-
-def test_without_a_warm_up_it_measures_before_its_first_requests_and_not_again():
-    engine = auto_engine()
-    generate(engine, ["abc"], params_of_request(max_tokens=5))
-    assert set(engine._policy.costs(engine.plan.windows[0], False)) == {0, 2}  # type: ignore[attr-defined]
-    with count_compiles() as compiled:
-        submit(engine, {str(i): ("abc", params_of_request(max_tokens=5)) for i in range(5)})
-        drain(engine)
+        mixed_workload(engine, 256, 11, text=True)
+    del engine.warm_up
     assert not compiled
 
 
-def test_it_stops_drafting_where_drafts_are_wrong():
-    engine = auto_engine()
-    policy = engine._policy
+def test_auto_stops_drafting_where_drafts_are_wrong():
+    policy = Adaptive((0, 2))
+    engine = engine_with(policy, drafts="wrong")
     engine.warm_up()
-    for (window, program), costs in list(policy._costs.items()):  # type: ignore[attr-defined]
-        for k in costs:
-            policy.learn(Choice(k, window, program), 1.0 + k)
-    engine.say(LOWER, DIGITS, drafts="wrong")
+    for k in (0, 2):
+        policy.learn(Choice(k, engine.plan.windows[0], False), 1.0 + k)
     engine.steps_by_k.clear()
-    generate(engine, ["a"], params_of_request(max_tokens=60, ignore_eos=True))
+    generate(engine, ["a"], params_of_request(max_tokens=60))
     assert engine.steps_by_k[0] > 40
