@@ -15,13 +15,14 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from pard_jax.config import SpeculativeConfig
 
+_TIMINGS = 5  # of a step, of which the fastest counts
 _HYSTERESIS = 1.03  # gain that another K must promise, except 0: the draft has to catch up after a change
 _FORGET = 0.98  # weight of what a step accepted after another one: some 50 steps are remembered
 _PRIOR, _PRIOR_WEIGHT = 0.7, 2.0  # acceptance before any draft was seen, and the drafts that it counts for
@@ -47,14 +48,14 @@ class Policy(abc.ABC):
     """Chooses K, dispatch by dispatch."""
 
     widths: tuple[int, ...]  # every K that may be chosen, ascending
-    measures = False  # whether it must learn costs beforehand, and observe
+    measures = False  # whether it must measure costs beforehand, and observe
 
     @abc.abstractmethod
     def choose(self, num_running: int, steps: int, window: int, greedy: bool) -> Choice:
         """K of the next dispatch, of up to ``steps`` steps of ``num_running`` rows that hold requests."""
 
-    def learn(self, choice: Choice, seconds: float) -> None:  # noqa: B027
-        """Take in what a step costs, measured alone."""
+    def measure(self, choices: Sequence[Choice], time_step: Callable[[Choice], float]) -> None:  # noqa: B027
+        """Find out what a step of each costs. ``time_step`` runs one, and returns its seconds."""
 
     def observe(self, choice: Choice, steps: int, seconds: float | None, accepted: Any) -> None:  # noqa: B027
         """Take in how a dispatch went, a dispatch or two after it was chosen.
@@ -119,9 +120,12 @@ class Adaptive(Policy):
         self._explored, self._dispatches, self._left, self._rested = 0, 1, 0, 0
         self._debt = 0.0  # seconds
 
-    def learn(self, choice: Choice, seconds: float) -> None:
+    def measure(self, choices: Sequence[Choice], time_step: Callable[[Choice], float]) -> None:
         """See :class:`Policy`."""
-        self._costs.setdefault((choice.window, choice.greedy), {})[choice.k] = seconds
+        # One after the other, again and again: what disturbs the machine then disturbs them all.
+        times = [[time_step(choice) for choice in choices] for _ in range(_TIMINGS)]
+        for choice, seconds in zip(choices, map(min, zip(*times, strict=True)), strict=True):
+            self._costs.setdefault((choice.window, choice.greedy), {})[choice.k] = seconds
 
     def costs(self, window: int, greedy: bool) -> dict[int, float]:
         """Expected seconds of a step by K, but for the machine's pace; of the program measured that is most like it."""

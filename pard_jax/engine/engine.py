@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -19,12 +19,13 @@ from jax.sharding import Mesh
 
 from pard_jax.config import ModelConfig
 from pard_jax.decoding.drafters import Drafter
-from pard_jax.decoding.state import MAX_STOP_TOKEN_IDS, Row, init_state
+from pard_jax.decoding.state import MAX_STOP_TOKEN_IDS, all_active, init_state
 from pard_jax.decoding.step import Programs, StepOutput
 from pard_jax.engine.adaptive import Choice, Policy, Scheduled
 from pard_jax.engine.memory import MemoryPlan
 from pard_jax.engine.metrics import AcceptanceStats
 from pard_jax.engine.request import Request, RequestUpdate, StepLogprobs
+from pard_jax.engine.rows import column, rows_of
 from pard_jax.engine.stop import StopChecker
 from pard_jax.sampling_params import SamplingParams
 from pard_jax.tokenizer import Tokenizer
@@ -32,7 +33,6 @@ from pard_jax.tokenizer import Tokenizer
 # Prefill passes between two dispatches while other rows are decoding, so that a long prompt does not stall them. More
 # rows than this are admitted and prefilled together, where the plan has a wide pass for that.
 _CHUNKS_PER_DISPATCH = 4
-_TIMINGS = 5  # of every K, of which the fastest counts
 
 
 @dataclasses.dataclass
@@ -256,11 +256,7 @@ class Engine:
                 choices = [Choice(k, window, greedy) for k in self._policy.widths]
                 for choice in choices:
                     self._run(np.zeros(len(self._slots), bool), 1, choice)
-                if self._policy.measures:
-                    # One after the other, again and again: what disturbs the machine then disturbs them all.
-                    times = [[self._time_step(choice) for choice in choices] for _ in range(_TIMINGS)]
-                    for choice, seconds in zip(choices, map(min, zip(*times, strict=True)), strict=True):
-                        self._policy.learn(choice, seconds)
+                self._policy.measure(choices, self._time_step)
         jax.block_until_ready(self._state.length)
         self._measured_up_to = length
         return len(windows)
@@ -270,11 +266,8 @@ class Engine:
         length = choice.window // 2
         steps = (length - self._speculative_slots) // (choice.k + 1)  # so many stay within the window
         steps = max(1, min(steps, self.steps_per_dispatch))
-        state, every = self._state, np.ones(len(self._slots), bool)
-        values = {"length": length, "cached": length - 1, "active": True, "stop_ids": -1, "max_length": 1 << 30}
-        fields = [(name, getattr(state, name), value) for name, value in values.items()]
-        filled = {n: jax.device_put(np.full(x.shape, v, x.dtype), x.sharding) for n, x, v in fields}
-        self._state = dataclasses.replace(state, **filled)
+        every = np.ones(len(self._slots), bool)
+        self._state = all_active(self._state, length)
         self._catch_up(choice.window)
         jax.block_until_ready(self._state.length)
         start = time.perf_counter()
@@ -339,24 +332,7 @@ class Engine:
 
     def _admit_rows(self, admitted: list[tuple[int, Request]], width: int) -> None:
         """Put up to ``width`` requests into their rows by one call of a program compiled for this many."""
-        requests = [request for _, request in admitted]
-        params = [request.params for request in requests]
-        prompts = [request.prompt_token_ids for request in requests]
-        stop_ids = [request.stop.token_ids for request in requests]
-        lengths = [len(prompt) for prompt in prompts]
-        row = Row(
-            tokens=_padded(prompts, width, self.plan.num_slots, 0),
-            length=_column(lengths, width, np.int32),
-            temperature=_column([p.temperature for p in params], width, np.float32),
-            top_k=_column([max(p.top_k, 0) for p in params], width, np.int32),
-            top_p=_column([p.top_p for p in params], width, np.float32),
-            min_p=_column([p.min_p for p in params], width, np.float32),
-            seed=_column([request.seed for request in requests], width, np.uint32),
-            stop_ids=_padded(stop_ids, width, MAX_STOP_TOKEN_IDS, -1),
-            min_length=_column([n + p.min_tokens for n, p in zip(lengths, params, strict=True)], width, np.int32),
-            max_length=_column([request.max_length for request in requests], width, np.int32),
-            num_logprobs=_column([-1 if p.logprobs is None else p.logprobs for p in params], width, np.int32),
-        )
+        row = rows_of([request for _, request in admitted], width, self.plan.num_slots)
         self._state = self._programs.admit(self._state, self._row_ids([i for i, _ in admitted], width), row)
 
     def _prefill(self) -> int:
@@ -380,7 +356,7 @@ class Engine:
 
     def _prefill_rows(self, rows: list[int], starts: list[int], counts: list[int], width: int, window: int) -> None:
         """Take in a chunk of each of up to ``width`` rows' prompts by one call of a program compiled for this many."""
-        starts_, counts_ = (_column(values, width, np.int32) for values in (starts, counts))
+        starts_, counts_ = (column(values, width, np.int32) for values in (starts, counts))
         self._state = self._programs.prefill(
             self._params, self._state, self._row_ids(rows, width), starts_, counts_, window=window
         )
@@ -388,7 +364,7 @@ class Engine:
     def _row_ids(self, rows: list[int], width: int) -> Any:
         """Row ids of a call ``width`` rows wide; what is missing is filled with ids, all different, of no row."""
         spare = len(self._slots)
-        return _column([*rows, *range(spare, spare + width - len(rows))], width, np.int32)
+        return column([*rows, *range(spare, spare + width - len(rows))], width, np.int32)
 
     def _dispatch(self, *, alone: bool) -> bool:
         rows = {i: s for i, s in enumerate(self._slots) if s is not None and s.num_to_prefill <= 0}
@@ -487,18 +463,3 @@ class Engine:
             return int(np.random.SeedSequence(params.seed % 2**64).generate_state(1)[0])
         with self._lock:
             return int(self._seeds.spawn(1)[0].generate_state(1)[0])
-
-
-def _column(values: list[Any], width: int, dtype: Any) -> Any:
-    """One value a row, zeros behind: an array ``[width]``, or the scalar where ``width`` is 1."""
-    column = np.zeros(width, dtype)
-    column[: len(values)] = values
-    return column if width > 1 else column[0]
-
-
-def _padded(lists: Sequence[Sequence[int]], width: int, size: int, fill: int) -> np.ndarray:
-    """One list of ids a row, filled up: int32 ``[width, size]``, or ``[size]`` where ``width`` is 1."""
-    padded = np.full((width, size), fill, np.int32)
-    for row, ids in zip(padded, lists, strict=False):
-        row[: len(ids)] = ids
-    return padded if width > 1 else padded[0]

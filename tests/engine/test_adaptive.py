@@ -65,8 +65,7 @@ class Machine:
 
 def adaptive(costs: Mapping[int, float]) -> Adaptive:
     policy = Adaptive(tuple(costs))
-    for k, seconds in costs.items():
-        policy.learn(Choice(k, WINDOW, False), seconds)
+    policy.measure([Choice(k, WINDOW, False) for k in costs], lambda choice: costs[choice.k])
     return policy
 
 
@@ -132,9 +131,9 @@ def test_dispatches_without_a_clean_time_still_tell_acceptance():
 
 def test_a_window_that_was_not_measured_is_taken_for_the_nearest_one():
     policy = Adaptive((0, 2))
-    for window, plain in ((256, 1.0), (4096, 3.0)):
-        for k in (0, 2):
-            policy.learn(Choice(k, window, False), plain + k)
+    seconds = iter([9.0, 9.0, 1.0, 3.0, *[5.0] * 6, *[3.0, 5.0] * 5])  # of several, the smallest
+    for window in (256, 4096):
+        policy.measure([Choice(k, window, False) for k in (0, 2)], lambda _: next(seconds))
     assert policy.costs(8192, False) == policy.costs(4096, True) == {0: 3.0, 2: 5.0}
     assert policy.costs(512, False) == {0: 1.0, 2: 3.0}
 

@@ -217,8 +217,7 @@ def test_auto_stops_drafting_where_drafts_are_wrong():
     policy = Adaptive((0, 2))
     engine = engine_with(policy, drafts="wrong")
     engine.warm_up()
-    for k in (0, 2):
-        policy.learn(Choice(k, engine.plan.windows[0], False), 1.0 + k)
+    policy.measure([Choice(k, engine.plan.windows[0], False) for k in (0, 2)], lambda choice: 1.0 + choice.k)
     engine.steps_by_k.clear()
     generate(engine, ["a"], params_of_request(max_tokens=60))
     assert engine.steps_by_k[0] > 40
