@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import psutil
 
 from pard_jax.config import EngineConfig, ModelConfig
+from pard_jax.models import param_bytes
 
 _GIB = 1 << 30
 # Slots are a multiple of this: the widest tile of a TPU's registers, so that no cache is padded on the way.
@@ -28,6 +29,7 @@ class Speculation:
     num_speculative_tokens: int = 0  # K
     extra_slots: int = 0  # of the slot table (config/speculative.py)
     draft: ModelConfig | None = None
+    draft_quantization: str | None = None
     shares_weights: bool = False  # the draft is the target itself, loaded once
     sampled: bool = False
 
@@ -157,8 +159,9 @@ def _plan(
         windows.append(window)
         window *= 2
     models = [m for m in (target, speculation.draft) if m is not None]
-    loaded = models[:1] if speculation.shares_weights else models
-    weights = sum(m.num_parameters for m in loaded) * dtype.itemsize
+    weights = param_bytes(target, dtype, engine.quantization)
+    if speculation.draft is not None and not speculation.shares_weights:
+        weights += param_bytes(speculation.draft, dtype, speculation.draft_quantization)
     caches = sum(cache_bytes(m, num_rows, num_slots, dtype) for m in models)
     # float32 scores over the vocabulary: raw, warped, probabilities and noise of the target's rows; twice for drafts.
     scores = 4 * num_rows * target.vocab_size * (4 * (k + 1) + (2 * k if speculation.sampled else k))
@@ -167,6 +170,9 @@ def _plan(
     rows = max(num_rows * max(2 * k, k + 1), prefill_rows * chunk_size)
     widest = max(models, key=lambda m: m.intermediate_size)
     activations = rows * (3 * widest.intermediate_size + 6 * target.hidden_size) * dtype.itemsize
+    if engine.quantization or speculation.draft_quantization:
+        # Where a product cannot read int8, one layer's matrix at a time is converted for it.
+        activations += widest.intermediate_size * widest.hidden_size * dtype.itemsize
     attention = 2 * 4 * rows * max(m.num_heads for m in models) * num_slots
     return MemoryPlan(
         max_model_len=max_model_len,

@@ -3,7 +3,8 @@
 A decoding pass multiplies 1 to some dozens of rows with every matrix of the model. Its time is that of reading the
 weights and, for small models, that of starting kernels. So the stacked matrices ``[L, O, D]`` are read where they lie
 (XLA copies a layer's slice before it multiplies), and what surrounds a product is done on the way: a bias, the gate of
-an MLP, the residual sum, the norm.
+an MLP, the residual sum, the norm. Matrices of int8 become bfloat16 in registers, and their scales, one a column of the
+product, are applied to the sums.
 
 An RMS norm goes half with the product before it and half with the one behind. The first has its columns in hand: it
 applies the norm's weights to them and sums their squares (:class:`Normed`). The second multiplies its sums by the row's
@@ -23,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
+from pard_jax.int8 import Int8Matrix
 from pard_jax.kernels.tuning import LinearBlocks, linear_blocks, power_of_two
 
 MAX_ROWS = 128  # more are bound by arithmetic, which is the libraries' strength
@@ -51,7 +53,7 @@ def normed(x: Float[Array, "P D"], norm: Float[Array, "D"]) -> Normed:
 @functools.partial(jax.jit, static_argnames=("eps", "gated", "out_dtype", "interpret"))
 def linear(
     x: Float[Array, "P D"] | Normed,
-    weights: Sequence[Float[Array, "L _ D"]],
+    weights: Sequence[Float[Array, "L _ D"] | Int8Matrix],
     layer: Int[Array, ""] | np.int32,
     *,
     eps: float = 0.0,
@@ -90,23 +92,19 @@ def linear(
         raise ValueError(f"the rows are {x.dtype}; expected bfloat16")
     out_dtype = x.dtype if out_dtype is None else out_dtype
     widths = [w.shape[1] for w in weights]
-    blocks = linear_blocks(rows, depth, widths, gated=gated)
+    blocks = linear_blocks(rows, depth, widths, gated=gated, itemsize=_itemsize(weights[0]))
     outputs = widths[:1] if gated else widths
     # A grid of column blocks: those of the first matrix, then those of the second, ...
     counts = [pl.cdiv(width, blocks.columns) for width in outputs]
     norm, norm_layer = (None, layer) if next_norm is None else next_norm
     indices = jnp.stack([jnp.asarray(layer, jnp.int32), jnp.asarray(norm_layer, jnp.int32)])
-    stacked = [*weights, *(biases or ()), *([] if norm is None else [norm])]
-    rowwise = [a for a in (squares, residual) if a is not None]
-    specs = [_whole(indices), _tall(blocks, depth), *map(_whole, stacked)]
-    specs += [_tall(blocks, a.shape[1]) for a in rowwise]
+    operands, structure = jax.tree.flatten((indices, x, weights, biases, norm, squares, residual))
+    specs = [_whole(indices), _tall(blocks, depth), *map(_whole, jax.tree.leaves((weights, biases, norm)))]
+    specs += [_tall(blocks, a.shape[1]) for a in (squares, residual) if a is not None]
     kernel = functools.partial(
         _kernel,
-        num_weights=len(weights),
-        has_biases=biases is not None,
-        has_norm=norm is not None,
+        structure=structure,
         num_squares=0 if squares is None else squares.shape[1],
-        has_residual=residual is not None,
         gated=gated,
         eps=eps,
         counts=counts,
@@ -116,24 +114,25 @@ def linear(
     out_shapes = [jax.ShapeDtypeStruct((rows, width), out_dtype) for width in outputs]
     if norm is not None:
         out_shapes += [out_shapes[0], jax.ShapeDtypeStruct((rows, counts[0]), jnp.float32)]
-    out = _call("linear", kernel, blocks, sum(counts), [indices, x, *stacked, *rowwise], specs, out_shapes, interpret)
+    out = _call("linear", kernel, blocks, sum(counts), operands, specs, out_shapes, interpret)
     return tuple(out) if norm is None else (out[0], Normed(*out[1:]))
 
 
 def linear_argmax(
-    x: Float[Array, "P D"], weight: Float[Array, "V D"], *, limit: int, interpret: bool = False
+    x: Float[Array, "P D"], weight: Float[Array, "V D"] | Int8Matrix, *, limit: int, interpret: bool = False
 ) -> Int[Array, "P"]:
     """The index, below ``limit``, of the largest of ``x @ weight.T`` in each row: the first among equals.
 
     The products are compared as float32 where they arise, and never written.
     """
     rows, depth = x.shape
-    blocks = linear_blocks(rows, depth, [weight.shape[0]], gated=False)
+    blocks = linear_blocks(rows, depth, [weight.shape[0]], gated=False, itemsize=_itemsize(weight))
     count = pl.cdiv(weight.shape[0], blocks.columns)
-    kernel = functools.partial(_argmax_kernel, blocks=blocks, num_rows=rows, limit=limit)
+    operands, structure = jax.tree.flatten((x, weight))
+    kernel = functools.partial(_argmax_kernel, structure=structure, blocks=blocks, num_rows=rows, limit=limit)
     out_shapes = [jax.ShapeDtypeStruct((rows, count), dtype) for dtype in (jnp.float32, jnp.int32)]
-    specs = [_tall(blocks, depth), _whole(weight)]
-    largest, ids = _call("linear_argmax", kernel, blocks, count, [x, weight], specs, out_shapes, interpret)
+    specs = [_tall(blocks, depth), *map(_whole, operands[1:])]
+    largest, ids = _call("linear_argmax", kernel, blocks, count, operands, specs, out_shapes, interpret)
     hits = largest == largest.max(axis=1, keepdims=True)
     return jnp.minimum(jnp.where(hits, ids, limit).min(axis=1), limit - 1)
 
@@ -155,6 +154,10 @@ def _call(
     )(*operands)
 
 
+def _itemsize(weight: Array | Int8Matrix) -> int:
+    return jax.tree.leaves(weight)[0].dtype.itemsize
+
+
 def _tall(blocks: LinearBlocks, width: int) -> pl.BlockSpec:
     """All columns of a block of rows; more than there are, so that they may be loaded at once by a mask."""
     return pl.BlockSpec((blocks.rows, power_of_two(width)), lambda i, j: (j, 0))
@@ -164,30 +167,27 @@ def _whole(array: Array) -> pl.BlockSpec:
     return pl.BlockSpec(array.shape, lambda i, j: (0,) * array.ndim)
 
 
-def _argmax_kernel(x_ref, w_ref, largest_ref, ids_ref, *, blocks: LinearBlocks, num_rows: int, limit: int):
+def _argmax_kernel(*refs, structure: Any, blocks: LinearBlocks, num_rows: int, limit: int):
+    x_ref, matrix = structure.unflatten(refs[:-2])
     first = pl.program_id(0) * blocks.columns
     real = _real_rows(blocks, num_rows)
-    (scores,) = _products(x_ref, [w_ref], (), first, real, blocks)
+    (scores,) = _products(x_ref, [matrix], (), first, real, blocks)
     ids = first + jnp.arange(blocks.columns, dtype=jnp.int32)[None, :]
     scores = jnp.where(ids < limit, scores, -jnp.inf)
     largest = jnp.max(scores, axis=1)
     hits = scores == largest[:, None]
     ids = jnp.min(jnp.where(hits, ids, limit), axis=1)
-    for ref, value in ((largest_ref, largest), (ids_ref, ids)):
+    for ref, value in zip(refs[-2:], (largest, ids), strict=True):
         _store_column(ref, value, real)
 
 
 def _kernel(
-    indices_ref, x_ref, *refs, num_weights: int, has_biases: bool, has_norm: bool, num_squares: int, has_residual: bool,
-    gated: bool, eps: float, counts: list[int], blocks: LinearBlocks, num_rows: int,
+    *refs, structure: Any, num_squares: int, gated: bool, eps: float, counts: list[int], blocks: LinearBlocks,
+    num_rows: int,
 ):  # fmt: skip
-    refs = list(refs)
-    weights = [refs.pop(0) for _ in range(num_weights)]
-    biases = [refs.pop(0) for _ in range(num_weights)] if has_biases else [None] * num_weights
-    norm = refs.pop(0) if has_norm else None
-    squares = refs.pop(0) if num_squares else None
-    residual = refs.pop(0) if has_residual else None
-    outputs = refs
+    inputs, outputs = refs[: structure.num_leaves], refs[structure.num_leaves :]
+    indices_ref, x_ref, weights, biases, norm, squares, residual = structure.unflatten(inputs)
+    biases = [None] * len(weights) if biases is None else biases
     layer = indices_ref[0]
     columns = blocks.columns
     real = _real_rows(blocks, num_rows)
@@ -244,21 +244,24 @@ def _products(
 
     ``layer`` leads the matrices' indices, where they are stacked.
     """
-    depth = matrices[0].shape[-1]
-    columns, step, ahead = blocks.columns, blocks.step, blocks.ahead
+    tables: list[Any] = [m.values if isinstance(m, Int8Matrix) else m for m in matrices]
+    depth = tables[0].shape[-1]
+    columns, step = blocks.columns, blocks.step
     at = pl.ds(pl.multiple_of(first, columns), columns)
 
     def body(i, sums):
-        parts = [pl.ds(pl.multiple_of((i * ahead + n) * step, step), step) for n in range(ahead)]
+        part = pl.ds(pl.multiple_of(i * step, step), step)
         # All loads first: they are under way together.
-        ws = [[plgpu.load(w.at[*layer, at, part], eviction_policy="evict_first") for w in matrices] for part in parts]
-        xs = [_load_rows(x_ref, part, real) for part in parts]
-        for n in range(ahead):
-            sums = [s + plgpu.dot(xs[n], w.T) for s, w in zip(sums, ws[n], strict=True)]
-        return sums
+        ws = [plgpu.load(w.at[*layer, at, part], eviction_policy="evict_first") for w in tables]
+        x = _load_rows(x_ref, part, real)
+        return [s + plgpu.dot(x, w.astype(x.dtype).T) for s, w in zip(sums, ws, strict=True)]
 
     start = [jnp.zeros((blocks.rows, columns), jnp.float32) for _ in matrices]
-    return jax.lax.fori_loop(0, depth // (step * ahead), body, start)
+    sums = jax.lax.fori_loop(0, depth // step, body, start)
+    return [
+        s * m.scale[*layer, at][None, :] if isinstance(m, Int8Matrix) else s
+        for s, m in zip(sums, matrices, strict=True)
+    ]
 
 
 def _real_rows(blocks: LinearBlocks, num_rows: int) -> Array:

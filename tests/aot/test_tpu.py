@@ -17,7 +17,7 @@ from pard_jax.config import ModelConfig
 from pard_jax.decoding.drafters import PardDrafter
 from pard_jax.decoding.state import init_state
 from pard_jax.decoding.step import Programs
-from pard_jax.models import abstract_params
+from pard_jax.models import abstract_params, param_bytes
 
 pytestmark = [
     pytest.mark.aot_tpu,
@@ -58,7 +58,7 @@ def mesh() -> Mesh:
 
 
 @functools.cache
-def compiled_step(mesh: Mesh, num_rows: int, max_model_len: int):
+def compiled_step(mesh: Mesh, num_rows: int, max_model_len: int, quantization: str | None = None):
     """The whole PARD step, Qwen3-4B with PARD-Qwen3-0.6B in bfloat16, and the bytes of its caches."""
     drafter = PardDrafter(
         num_speculative_tokens=K,
@@ -74,7 +74,10 @@ def compiled_step(mesh: Mesh, num_rows: int, max_model_len: int):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere)
 
     state = jax.eval_shape(lambda: init_state(TARGET, drafter, num_rows, num_slots, jnp.bfloat16))
-    params = {"target": abstract_params(TARGET, jnp.bfloat16), "draft": abstract_params(DRAFT, jnp.bfloat16)}
+    params = {
+        name: abstract_params(config, jnp.bfloat16, quantization=quantization)
+        for name, config in (("target", TARGET), ("draft", DRAFT))
+    }
     programs = Programs(TARGET, drafter, chunk_size=256, max_steps=8)
     arguments = (params, state, jax.ShapeDtypeStruct((num_rows,), bool), jax.ShapeDtypeStruct((), jnp.int32))
     lowered = programs.decode.lower(*jax.tree.map(place, arguments), window=num_slots)
@@ -94,6 +97,16 @@ def test_pard_step_fits_and_copies_no_cache(mesh: Mesh) -> None:
     # The caches and the small arrays of the state are given back in place.
     assert cache_bytes <= memory.alias_size_in_bytes < cache_bytes + MIB
     assert memory.peak_memory_in_bytes < 15.75 * 1024 * MIB
+
+
+def test_int8_weights_are_read_as_they_are(mesh: Mesh) -> None:
+    """Half the bytes, and no matrix in bfloat16 beside them: it is converted within the product."""
+    eight = compiled_step(mesh, 1, 4096, "int8")[0].memory_analysis()
+    plain = compiled_step(mesh, 1, 4096)[0].memory_analysis()
+    weights = sum(param_bytes(config, jnp.bfloat16, "int8") for config in (TARGET, DRAFT))
+    assert weights < 0.51 * sum(param_bytes(config, jnp.bfloat16) for config in (TARGET, DRAFT))
+    assert eight.argument_size_in_bytes < plain.argument_size_in_bytes - 0.98 * weights
+    assert eight.temp_size_in_bytes < 64 * MIB
 
 
 def test_no_sort_over_the_vocabulary(mesh: Mesh) -> None:

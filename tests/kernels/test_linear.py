@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pard_jax.int8 import Int8Matrix
 from pard_jax.kernels.linear import MAX_ROWS, Normed, fits_linear, linear, linear_argmax, normed
 
 U = {jnp.bfloat16: 2.0**-8, jnp.float32: 2.0**-24, jnp.float16: 2.0**-11}
@@ -23,7 +24,15 @@ def normal(rng: np.random.Generator, *shape: int, dtype: Any = jnp.bfloat16) -> 
     return jnp.asarray(rng.standard_normal(shape), dtype)
 
 
+def int8(rng: np.random.Generator, *shape: int) -> Int8Matrix:
+    """Every integer there is, and scales of very different sizes."""
+    values, scale = rng.integers(-127, 128, shape), np.exp(rng.uniform(-8, -2, shape[:-1]))
+    return Int8Matrix(jnp.asarray(values, jnp.int8), jnp.asarray(scale, jnp.float32))
+
+
 def wide(a: Any) -> np.ndarray:
+    if isinstance(a, Int8Matrix):
+        return wide(a.values) * wide(a.scale)[..., None]
     return np.asarray(a).astype(np.float64)
 
 
@@ -47,12 +56,14 @@ def check(got: Any, value: np.ndarray, bound: np.ndarray, dtype: Any = jnp.bfloa
     assert (error <= 1.01 * (bound + U[dtype] * (np.abs(value) + bound))).all(), error.max()
 
 
-@pytest.mark.parametrize("rows", [1, 5, 16, 17, 40, 130])
-def test_products_of_several_matrices_of_different_widths(rows: int):
+@pytest.mark.parametrize(
+    ("rows", "matrix"), [*((rows, normal) for rows in (1, 5, 16, 17, 40, 130)), (1, int8), (17, int8)]
+)
+def test_products_of_several_matrices_of_different_widths(rows: int, matrix: Any):
     """Query, key and value projections: the norm, the biases, and the layer that was asked for."""
     rng = np.random.default_rng(rows)
     x, norm = normal(rng, rows, 192), normal(rng, LAYERS, 192)
-    weights = [normal(rng, LAYERS, width, 192) for width in (96, 32, 48)]
+    weights = [matrix(rng, LAYERS, width, 192) for width in (96, 32, 48)]
     biases = [normal(rng, LAYERS, w.shape[1]) for w in weights]
     for layer in range(LAYERS):
         outputs = linear(normed(x, norm[layer]), weights, np.int32(layer), eps=EPS, biases=biases, interpret=True)
@@ -61,10 +72,13 @@ def test_products_of_several_matrices_of_different_widths(rows: int):
             check(got, *product(x, weight[layer], norm[layer], bias[layer]))
 
 
-@pytest.mark.parametrize(("rows", "with_bias"), [(1, True), (5, False), (17, True), (130, False)])
-def test_the_residual_is_added_before_the_one_rounding(rows: int, with_bias: bool):
+@pytest.mark.parametrize(
+    ("rows", "with_bias", "matrix"),
+    [(1, True, normal), (5, False, normal), (17, True, normal), (130, False, normal), (5, True, int8)],
+)
+def test_the_residual_is_added_before_the_one_rounding(rows: int, with_bias: bool, matrix: Any):
     rng = np.random.default_rng(rows)
-    x, weight, residual = normal(rng, rows, 128), normal(rng, LAYERS, 64, 128), normal(rng, rows, 64)
+    x, weight, residual = normal(rng, rows, 128), matrix(rng, LAYERS, 64, 128), normal(rng, rows, 64)
     bias = normal(rng, LAYERS, 64) if with_bias else None
     for layer in range(LAYERS):
         biases = None if bias is None else [bias]
@@ -100,12 +114,15 @@ def test_a_norm_over_two_products():
     check(got, *product(stream, second[0], norm[0]))
 
 
-@pytest.mark.parametrize(("rows", "with_bias"), [(1, True), (5, False), (17, True), (130, False)])
-def test_the_gate_of_an_mlp(rows: int, with_bias: bool):
+@pytest.mark.parametrize(
+    ("rows", "with_bias", "matrix"),
+    [(1, True, normal), (5, False, normal), (17, True, normal), (130, False, normal), (5, True, int8)],
+)
+def test_the_gate_of_an_mlp(rows: int, with_bias: bool, matrix: Any):
     rng = np.random.default_rng(rows)
-    x, norm = normal(rng, rows, 64), normal(rng, LAYERS, 64)
     # Narrow enough for gates on both sides of 0 where the sigmoid is neither 0 nor 1.
-    weights = [normal(rng, LAYERS, 80, 64) / 8 for _ in range(2)]
+    x, norm = normal(rng, rows, 64), normal(rng, LAYERS, 64) / 8
+    weights = [matrix(rng, LAYERS, 80, 64) for _ in range(2)]
     biases = [normal(rng, LAYERS, 80) for _ in range(2)] if with_bias else None
     for layer in range(LAYERS):
         rows_in = normed(x, norm[layer])
@@ -180,10 +197,10 @@ def test_argmax_of_equals_within_a_block_and_across(at: tuple[int, ...]):
     np.testing.assert_array_equal(got, at[0])
 
 
-@pytest.mark.parametrize("limit", [1, 7, 17, 48, 144])
-def test_argmax_below_a_limit(limit: int):
+@pytest.mark.parametrize(("limit", "matrix"), [*((n, normal) for n in (1, 7, 17, 48, 144)), (17, int8), (144, int8)])
+def test_argmax_below_a_limit(limit: int, matrix: Any):
     rng = np.random.default_rng(limit)
-    x, weight = normal(rng, 21, 64), normal(rng, 144, 64)
+    x, weight = normal(rng, 21, 64), matrix(rng, 144, 64)
     scores = wide(x) @ wide(weight).T
     got = linear_argmax(x, weight, limit=limit, interpret=True)
     np.testing.assert_array_equal(got, scores[:, :limit].argmax(axis=1))
