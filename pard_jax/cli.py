@@ -94,7 +94,8 @@ def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--draft-model", metavar="MODEL", help="checkpoint directory, hub id or preset of the draft")
     add("--draft-revision", metavar="REVISION", help="branch, tag or commit of the draft's hub id")
-    add("-k", "--num-speculative-tokens", type=int, metavar="K", help="tokens drafted a step, 1 to 128")
+    add("-k", "--num-speculative-tokens", type=num_speculative_tokens, metavar="K",
+        help="tokens drafted a step, 1 to 128; or auto: the engine chooses, and none where that is faster")  # fmt: skip
     add("--method", choices=("pard", "draft_model", "ngram", "none"),
         help="pard: one draft pass for all K; draft_model: one pass a token; ngram: look the prompt up, no draft model "
         "(default: pard with a draft model, ngram with -k alone, else none)")  # fmt: skip
@@ -104,6 +105,14 @@ def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompt-lookup-max", type=int, metavar="N", help="ngram: longest n-gram to look up (default: 5)")
     add("--prompt-lookup-min", type=int, metavar="N", help="ngram: shortest n-gram to look up (default: the longest)")
     add("--speculative-config", metavar="JSON", help="all of this as one JSON object with vLLM's keys")
+
+
+def num_speculative_tokens(text: str) -> int | str:
+    """A whole number, or "auto", as ``type=`` of a flag."""
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a whole number or auto, got {text!r}") from None
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser, *, max_model_len: str, max_num_seqs: str) -> None:

@@ -259,7 +259,7 @@ def _timed(
     return report.Run(
         outputs=outputs,
         seconds=end - start,
-        num_steps=engine.num_steps,
+        steps_by_k=engine.steps_by_k,
         decode_seconds=end - first_time,
         decode_steps=engine.num_steps - first_steps,
         acceptance=engine.acceptance,

@@ -33,9 +33,9 @@ class LLM:
             stands for its target; nothing is speculated unless ``speculative_config`` asks for it.
         tensor_parallel_size: devices that share the model.
         speculative_config: vLLM's keys, for instance ``{"model": "amd/PARD-Qwen3-0.6B", "num_speculative_tokens": 12,
-            "method": "draft_model", "parallel_drafting": True}``; None decodes plainly. A preset's name as ``"model"``
-            stands for its draft, and the other keys need not be given: ``LLM("smollm2", speculative_config={"model":
-            "smollm2"})``.
+            "method": "draft_model", "parallel_drafting": True}``; None decodes plainly. A K of ``"auto"`` lets the
+            engine choose. A preset's name as ``"model"`` stands for its draft, and the other keys need not be given:
+            ``LLM("smollm2", speculative_config={"model": "smollm2"})``.
         max_model_len: prompt and output tokens of one request; None for the model's own limit, or what fits.
         max_num_seqs: requests that run at once. Every step computes all of these rows.
         dtype: "auto" (float32 on CPU, bfloat16 elsewhere), "float32", "bfloat16" or "float16".

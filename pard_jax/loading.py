@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from pard_jax.config.engine import resolve_quantization
 from pard_jax.config.model import MASK_TOKEN_KEYS
 from pard_jax.decoding.drafters import Drafter, NgramDrafter, NoDrafter, PardDrafter, SequentialDrafter
 from pard_jax.decoding.drafters.model import ModelDrafter
+from pard_jax.engine.adaptive import make_policy
 from pard_jax.engine.engine import Engine
 from pard_jax.engine.memory import MemoryPlan, Speculation, device_memory, plan_memory
 from pard_jax.models import abstract_params, make_mesh
@@ -38,7 +39,8 @@ class Settings:
     model: Path
     draft_model: Path | None
     method: str  # "pard", "draft_model", "ngram" or "none"
-    num_speculative_tokens: int
+    num_speculative_tokens: int | Literal["auto"]  # 0 where nothing is drafted; or "auto"
+    widths: tuple[int, ...]  # every K that a step may have, ascending
     dtype: Any
     chunk_size: int
     steps_per_dispatch: int
@@ -57,8 +59,8 @@ class Parts:
     settings: Settings
     engine_config: EngineConfig
     params: dict[str, Any]  # {"target": ..., "draft": ...}
+    speculative: SpeculativeConfig | None
     speculative_slots: int
-    synthetic_rates: tuple[float, ...] | None
     tokenizer: Tokenizer | None
     eos_token_ids: tuple[int, ...]
     mesh: Mesh
@@ -81,7 +83,8 @@ class Parts:
             tokenizer=self.tokenizer,
             eos_token_ids=self.eos_token_ids,
             seed=self.engine_config.seed,
-            synthetic_rates=self.synthetic_rates,
+            synthetic_rates=None if self.speculative is None else self.speculative.conditional_acceptance_rates,
+            policy=make_policy(self.speculative),
             mesh=self.mesh,
             store=None if directory is None else ProgramStore(directory, [*self.mesh.devices.flat]),
         )
@@ -115,14 +118,14 @@ class Parts:
                 settings,
                 draft_model=None if draft is None else settings.draft_model,
                 method="none" if speculative is None else speculative.drafter,
-                num_speculative_tokens=speculation.num_speculative_tokens,
+                **_k_settings(speculative),
                 plan=plan,
                 drafter=make_drafter(speculative, settings.config, draft, plan.max_model_len, settings.implementation),
             ),
             engine_config=engine,
             params=self.params if draft is not None else {"target": self.params["target"]},
+            speculative=speculative,
             speculative_slots=speculation.num_speculative_tokens + speculation.extra_slots,
-            synthetic_rates=None if speculative is None else speculative.conditional_acceptance_rates,
         )
 
 
@@ -225,7 +228,7 @@ def load_engine(
         model=directory,
         draft_model=draft_directory,
         method="none" if speculative is None else speculative.drafter,
-        num_speculative_tokens=drafter.num_speculative_tokens,
+        **_k_settings(speculative),
         dtype=jnp.dtype(dtype),
         chunk_size=chunk_size,
         steps_per_dispatch=steps,
@@ -240,8 +243,8 @@ def load_engine(
         settings,
         engine_config,
         of_each(abstract),
+        speculative=speculative,
         speculative_slots=speculation.num_speculative_tokens + speculation.extra_slots,
-        synthetic_rates=None if speculative is None else speculative.conditional_acceptance_rates,
         tokenizer=tokenizer,
         eos_token_ids=_eos_token_ids(tokenizer, config, generation["eos_token_id"]),
         mesh=mesh,
@@ -272,7 +275,7 @@ def make_drafter(
     """
     if speculative is None:
         return NoDrafter()
-    k = speculative.num_speculative_tokens
+    k = speculative.max_num_speculative_tokens
     if speculative.drafter == "ngram":
         assert speculative.prompt_lookup_max is not None and speculative.prompt_lookup_min is not None
         return NgramDrafter(
@@ -344,6 +347,12 @@ def _mask_token_id(speculative: SpeculativeConfig, draft: ModelConfig) -> int:
     return mask
 
 
+def _k_settings(speculative: SpeculativeConfig | None) -> dict[str, Any]:
+    if speculative is None:
+        return {"num_speculative_tokens": 0, "widths": (0,)}
+    return {"num_speculative_tokens": speculative.num_speculative_tokens, "widths": speculative.widths}
+
+
 def _speculation(
     speculative: SpeculativeConfig | None,
     draft: ModelConfig | None,
@@ -352,7 +361,7 @@ def _speculation(
 ) -> Speculation:
     if speculative is None:
         return Speculation()
-    k = speculative.num_speculative_tokens
+    k = speculative.max_num_speculative_tokens
     return Speculation(
         num_speculative_tokens=k,
         extra_slots=extra_slots(speculative.method, speculative.parallel_drafting, k),

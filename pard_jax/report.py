@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +32,22 @@ class Run:
     Attributes:
         outputs: one a completion.
         seconds: from the first request to the last token.
-        num_steps: verification steps, each over all slots.
+        steps_by_k: verification steps, each over all slots, by the K that they ran with.
         decode_seconds, decode_steps: the same from the first token on, which leaves the first prompts' prefill out.
         acceptance: over all requests.
     """
 
     outputs: list[RequestOutput]
     seconds: float
-    num_steps: int
+    steps_by_k: Mapping[int, int]
     decode_seconds: float
     decode_steps: int
     acceptance: AcceptanceStats
+
+    @property
+    def num_steps(self) -> int:
+        """Verification steps, whatever their K."""
+        return sum(self.steps_by_k.values())
 
     @property
     def num_tokens(self) -> int:
@@ -108,6 +114,8 @@ def describe_settings(settings: Settings, num_slots: int, tensor_parallel_size: 
     speculation = settings.method
     if settings.num_speculative_tokens:
         speculation += f", K={settings.num_speculative_tokens}"
+        if len(settings.widths) > 1:
+            speculation += f" of {', '.join(map(str, settings.widths))}"
     if isinstance(drafter := settings.drafter, ModelDrafter):
         kind = "sampled" if drafter.sampled else "greedy"
         speculation += (
@@ -134,7 +142,10 @@ def summarize(run: Run, settings: Settings) -> str:
         f"{run.tokens_per_second:.1f} tokens/s; "
         f"time to first token {sum(waits) / max(len(waits), 1):.3f} s{' on average' * (len(waits) > 1)}"
     ]
-    size = step_bytes(settings)
+    if len(settings.widths) > 1 and run.num_steps:
+        shares = (f"{k}: {steps / run.num_steps:.1%}" for k, steps in sorted(run.steps_by_k.items()))
+        lines.append(f"K            share of steps {', '.join(shares)}")
+    size = sum(steps * step_bytes(settings, k) for k, steps in run.steps_by_k.items()) // max(run.num_steps, 1)
     if run.decode_steps and run.decode_seconds > 0:
         rate = size * run.decode_steps / run.decode_seconds
         lines.append(
@@ -158,10 +169,10 @@ def summarize(run: Run, settings: Settings) -> str:
     return "\n".join(lines)
 
 
-def step_bytes(settings: Settings) -> int:
-    """Bytes of weights that one step reads, over all devices: the target's once, the draft's once a pass."""
+def step_bytes(settings: Settings, k: int) -> int:
+    """Bytes of weights that a step of K = ``k`` reads, over all devices: the target's once, the draft's once a pass."""
     drafter = settings.drafter
-    passes = settings.num_speculative_tokens if settings.method == "draft_model" else 1
+    passes = k if settings.method == "draft_model" else min(k, 1)
     draft = 0
     if isinstance(drafter, ModelDrafter):
         draft = pass_bytes(drafter.config, settings.dtype, settings.draft_quantization)

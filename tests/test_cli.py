@@ -49,6 +49,11 @@ def parse(*argv: str) -> argparse.Namespace:
             "--draft-model d --draft-revision r -k 4 --method pard --mask-token-id 7",
             {"model": "d", "revision": "r", "num_speculative_tokens": 4, "parallel_drafting": True, "mask_token_id": 7},
         ),
+        (
+            "--draft-model d -k auto",
+            {"method": "draft_model", "model": "d", "num_speculative_tokens": "auto", "parallel_drafting": True},
+        ),
+        ("-k auto", {"method": "ngram", "num_speculative_tokens": "auto"}),
         ('--speculative-config {"method":"ngram","num_speculative_tokens":4}',
          {"method": "ngram", "num_speculative_tokens": 4}),
     ],
@@ -69,6 +74,7 @@ def test_speculation(argv: str, expected: dict | None) -> None:
         ("--draft-model d -k 2 --prompt-lookup-max 3", "belong to method 'ngram'"),
         ("--draft-model d -k 2 --method draft_model --mask-token-id 3", "a sequential draft has no use for it"),
         ("--method eagle", "invalid choice: 'eagle'"),
+        ("-k often", "expected a whole number or auto, got 'often'"),
     ],
 )
 def test_speculation_refused(argv: str, expected: str) -> None:

@@ -38,7 +38,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "K of 0": (["--draft-model", "{pard}", "-k", "0"], "num_speculative_tokens to be greater than zero (0)"),
     "K of 129": (["--draft-model", "{pard}", "-k", "129"], "num_speculative_tokens=129 is greater than the maximum"),
     "K missing": (["--draft-model", "{pard}"], "needs -k"),
-    "K no number": (["-k", "many"], "invalid int value: 'many'"),
+    "K no number": (["-k", "many"], "expected a whole number or auto, got 'many'"),
     "draft missing": (["--method", "pard", "-k", "2"], "needs a draft"),
     "method none": (["--method", "none", "-k", "2"], "drafts nothing, so -k/--num-speculative-tokens cannot be used"),
     "ngram with a draft": (["--method", "ngram", "--draft-model", "{pard}", "-k", "2"], "drafts without a model"),

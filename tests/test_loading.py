@@ -163,8 +163,7 @@ def test_a_target_drafts_for_itself_with_fewer_bytes(pair):
 def test_synthetic_rates_reach_the_engine(pair):
     keys = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.9, 0.5, 0.2, 0.2]}
     parts = load(pair.target, pard(pair.draft, **keys)).parts
-    assert parts.synthetic_rates == pytest.approx((0.9, 0.5 / 0.9, 0.4, 1.0))
-    assert parts.build()._programs._rates == parts.synthetic_rates
+    assert parts.build()._programs._rates == pytest.approx((0.9, 0.5 / 0.9, 0.4, 1.0))
 
 
 def test_engines_of_the_same_parts_share_the_weights(pair):
@@ -323,3 +322,13 @@ def test_other_families_make_a_pair(pair, tmp_path):
         shutil.copy(path, draft)
     drafter = load(pair.target, pard(draft)).settings.drafter
     assert isinstance(drafter, PardDrafter) and drafter.config.family == "llama"
+
+
+def test_auto_is_planned_for_its_largest_k(pair):
+    auto = load(pair.target, pard(pair.draft, k="auto", num_speculative_tokens_max=6)).parts  # type: ignore[arg-type]
+    six = auto.configured(SpeculativeConfig.from_dict(pard(pair.draft, k=6)), 2)
+    assert auto.settings.widths == (0, 2, 4, 6) and auto.settings.num_speculative_tokens == "auto"
+    assert auto.settings.plan == six.settings.plan and auto.settings.drafter == six.settings.drafter
+    assert auto.speculative_slots == six.speculative_slots == 12
+    assert auto.build()._policy.widths == (0, 2, 4, 6) and six.build()._policy.widths == (6,)
+    assert auto.without_speculation().build()._policy.widths == (0,)

@@ -28,7 +28,8 @@ def settings(method: str, drafter: Drafter, target: ModelConfig, dtype: str = "f
     plan = plan_memory(target, EngineConfig(), Speculation(), dtype=dtype, chunk_size=64, memory_bytes=1 << 30)
     return Settings(
         model=Path("target"), draft_model=Path("draft"), method=method,
-        num_speculative_tokens=drafter.num_speculative_tokens, dtype=jnp.dtype(dtype), chunk_size=64,
+        num_speculative_tokens=drafter.num_speculative_tokens, widths=(drafter.num_speculative_tokens,),
+        dtype=jnp.dtype(dtype), chunk_size=64,
         steps_per_dispatch=1, implementation="xla", plan=plan, config=target, drafter=drafter,
     )  # fmt: skip
 
@@ -47,7 +48,7 @@ def output(tokens: list[int], *, seconds: float = 2.0, acceptance: AcceptanceSta
 
 def run(outputs: list[RequestOutput], **changes: Any) -> report.Run:
     values: dict[str, Any] = {
-        "outputs": outputs, "seconds": 4.0, "num_steps": 6, "decode_seconds": 2.0, "decode_steps": 5,
+        "outputs": outputs, "seconds": 4.0, "steps_by_k": {2: 6}, "decode_seconds": 2.0, "decode_steps": 5,
         "acceptance": AcceptanceStats(0),
     }  # fmt: skip
     return report.Run(**values | changes)
@@ -74,13 +75,15 @@ def test_step_bytes(tied: bool) -> None:
         ("pard", PardDrafter(**common, mask_token_id=127), ours + theirs),
         ("draft_model", SequentialDrafter(**common), ours + 3 * theirs),
     ]:
-        assert report.step_bytes(settings(method, drafter, target, "bfloat16")) == expected, method
+        about = settings(method, drafter, target, "bfloat16")
+        assert report.step_bytes(about, drafter.num_speculative_tokens) == expected, method
+        assert report.step_bytes(about, 0) == ours, method
     # Each model's weights are quantized, or not, by themselves.
     mixed = dataclasses.replace(settings("pard", PardDrafter(**common, mask_token_id=127), target), quantization="int8")
     ours = read_bytes(target, jnp.float32, "int8")
-    assert report.step_bytes(mixed) == ours + read_bytes(draft, jnp.float32)
+    assert report.step_bytes(mixed, 3) == ours + read_bytes(draft, jnp.float32)
     mixed = dataclasses.replace(mixed, draft_quantization="int8")
-    assert report.step_bytes(mixed) == ours + read_bytes(draft, jnp.float32, "int8")
+    assert report.step_bytes(mixed, 3) == ours + read_bytes(draft, jnp.float32, "int8")
 
 
 def test_summary() -> None:
@@ -103,6 +106,19 @@ def test_summary() -> None:
     assert "GB/s" not in short and "nothing was drafted" in short and "on average" not in short
 
 
+def test_summary_where_k_changes() -> None:
+    target, draft = model_config(), model_config("llama", num_hidden_layers=1, pard_token=127)
+    drafter = PardDrafter(
+        num_speculative_tokens=4, config=draft, target_vocab_size=128, max_model_len=64, mask_token_id=127
+    )
+    about = dataclasses.replace(settings("pard", drafter, target), num_speculative_tokens="auto", widths=(0, 2, 4))
+    assert "pard, K=auto of 0, 2, 4, greedy drafts" in report.describe_settings(about, 1, 1)
+    lines = report.summarize(run([output([3])], steps_by_k={4: 1, 0: 3}), about).splitlines()
+    assert lines[1].endswith("share of steps 0: 75.0%, 4: 25.0%")
+    size = read_bytes(target, jnp.float32) + read_bytes(draft, jnp.float32) // 4
+    assert f"{size * 5 / 2.0 / 1e9:.2f} GB/s" in lines[2]
+
+
 def test_peak_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def raises() -> None:
         raise RuntimeError("not implemented")
@@ -119,7 +135,7 @@ def test_peak_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_compare() -> None:
     same, other = output([1, 2]), output([1, 3])
-    ours, plain = run([same, other]), run([same, same], seconds=8.0, num_steps=12)
+    ours, plain = run([same, other]), run([same, same], seconds=8.0, steps_by_k={0: 12})
     line = report.compare_runs(ours, plain, greedy=True, dtype="float32")
     assert "2.00x" in line and "(12 steps)" in line and line.endswith("tokens are equal in 1 of 2")
     assert "near-ties" in report.compare_runs(ours, plain, greedy=True, dtype="bfloat16")

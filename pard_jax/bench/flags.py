@@ -5,6 +5,13 @@ from __future__ import annotations
 import argparse
 
 
+def numbers_or_auto(text: str) -> list[int | str]:
+    """The same, of which any may be "auto"."""
+    parts = list(dict.fromkeys(text.split(",")))
+    found = iter(numbers(",".join(part for part in parts if part != "auto"))) if parts != ["auto"] else iter(())
+    return [part if part == "auto" else next(found) for part in parts]
+
+
 def numbers(text: str) -> list[int]:
     """Whole numbers of at least 1 with commas between them, each once, as ``type=`` of a flag."""
     try:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pard_jax import cli, report
 from pard_jax.bench import ours, peers, plot
-from pard_jax.bench.flags import numbers
+from pard_jax.bench.flags import numbers, numbers_or_auto
 from pard_jax.bench.outcome import Outcome
 from pard_jax.bench.result import Measurement
 from pard_jax.bench.workload import Workload, add_prompt_arguments, encode_groups, read_groups
@@ -82,8 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("measurement").add_argument
     add("--methods", type=_names, default=["plain"], metavar="METHOD,...",
         help=f"of {', '.join(METHODS)} (default: plain, which is always measured)")  # fmt: skip
-    add("-k", "--num-speculative-tokens", type=numbers, metavar="K,...",
-        help=f"tokens drafted a step, each in turn (default: the preset's, or {_DEFAULT_K})")  # fmt: skip
+    add("-k", "--num-speculative-tokens", type=numbers_or_auto, metavar="K,...",
+        help="tokens drafted a step, each in turn; auto: the engine chooses (default: the preset's, or "
+        f"{_DEFAULT_K})")  # fmt: skip
     add("--max-num-seqs", type=numbers, default=[1], metavar="N,...",
         help="requests at once, each in turn; transformers' methods run at 1 alone (default: 1)")  # fmt: skip
     add("--max-tokens", type=int, default=128, metavar="N", help="new tokens a prompt (default: 128)")
@@ -117,6 +118,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"{', '.join(drafted)} need{'s' * (len(drafted) == 1)} --draft-model")
     if asked := [m for m in args.methods if m in peers.METHODS]:
         peers.check_torch()
+        if {*asked} - {*UNDRAFTED} and args.num_speculative_tokens == ["auto"]:
+            raise ValueError(f"transformers drafts a number of tokens; let -k name one beside auto for {asked[-1]}")
         if 1 not in args.max_num_seqs:
             raise ValueError(f"{asked[0]} is measured one prompt at a time; let --max-num-seqs hold 1")
         for dtype in args.transformers_dtypes:
@@ -159,5 +162,5 @@ def _peers(
     for dtype in args.transformers_dtypes if methods else ():
         peer = peers.Peer(directory, draft, dtype, eos)
         for method in methods:
-            for k in [None] if method in UNDRAFTED else args.num_speculative_tokens:
+            for k in [None] if method in UNDRAFTED else [k for k in args.num_speculative_tokens if k != "auto"]:
                 yield from peer.measure(method, k, workloads, args.max_tokens, args.repeats)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 from tqdm import tqdm
 
@@ -22,7 +23,9 @@ from pard_jax.tokenizer import Tokenizer
 METHODS = ("plain", "pard", "draft_model", "ngram")
 
 
-def speculative_config(method: str, k: int, draft: Path | None, mask_token_id: int | None) -> SpeculativeConfig | None:
+def speculative_config(
+    method: str, k: int | Literal["auto"], draft: Path | None, mask_token_id: int | None
+) -> SpeculativeConfig | None:
     """What a method's name stands for.
 
     Raises:
@@ -57,7 +60,7 @@ def load(
     # The order of what they need: a draft's cache, the slots a parallel draft writes, K.
     most = max(
         (s for s in speculations if s is not None),
-        key=lambda s: (s.model is not None, s.parallel_drafting, s.num_speculative_tokens),
+        key=lambda s: (s.model is not None, s.parallel_drafting, s.max_num_speculative_tokens),
         default=None,
     )
     widest = dataclasses.replace(engine, max_num_seqs=max(batches))
@@ -83,6 +86,7 @@ def measure(
         timings: dict[str, list[Timing]] = defaultdict(list)
         outputs: dict[str, list[list[list[int]]]] = defaultdict(list)
         traces: dict[str, list[Trace]] = defaultdict(list)
+        steps_by_k: dict[str, Counter[int]] = defaultdict(Counter)
         total = (1 + repeats) * sum(map(len, workload.groups.values()))
         with tqdm(total=total, desc=case.label, unit="prompt", leave=False, disable=None) as bar:
             for name in workload.groups:
@@ -95,10 +99,12 @@ def measure(
                 bar.update(len(batch))
             for i in range(repeats):
                 for name, batch in workload.batches(batch_size):
+                    before = engine.steps_by_k.copy()
                     started = llm.generate(_requests(batch), first, use_tqdm=False)
                     done = llm.generate(_requests(batch), params, use_tqdm=False)
                     timings[name][i] += _timing(batch, started, done)
                     outputs[name][1 + i] += _tokens(done)
+                    steps_by_k[name] += engine.steps_by_k - before
                     bar.update(len(batch))
         yield [
             Measurement(
@@ -106,6 +112,7 @@ def measure(
                 timings[name],
                 outputs[name],
                 None if k is None else traces[name],
+                steps_by_k[name],
             )
             for name in workload.groups
         ]

@@ -96,8 +96,8 @@ def _lines_over_k(axes: Any, results: Sequence[Result]) -> None:
         spread, k = result.decode_tokens_per_second, result.case.num_speculative_tokens
         if spread is None:
             continue
-        name = _name(result.case, results, with_k=False)
-        if k is None:
+        name = _name(result.case, results, with_k=k == "auto")
+        if k is None or k == "auto":
             axes.axhline(spread.median, linestyle="--", color=f"C{len(axes.lines)}", label=name)
         else:
             lines.setdefault(name, []).append((k, spread.median))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from pard_jax.bench.acceptance import Acceptance, Trace
 from pard_jax.bench.loops import loop_onset
 from pard_jax.bench.spread import Spread, rate
+from pard_jax.config.speculative import AUTO_WIDTHS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Case:
     prompts: str
     method: str
     dtype: str
-    num_speculative_tokens: int | None
+    num_speculative_tokens: int | Literal["auto"] | None
     max_num_seqs: int
     context: int | None
 
@@ -63,12 +65,14 @@ class Measurement:
         timings: one a repeat.
         outputs: the tokens of every prompt, once for every pass over them.
         traces: one a prompt; None where nothing is drafted.
+        steps_by_k: steps of the timed passes by K; empty where it was not counted.
     """
 
     case: Case
     timings: list[Timing]
     outputs: list[list[list[int]]]
     traces: list[Trace] | None
+    steps_by_k: Counter[int] = dataclasses.field(default_factory=Counter)
 
     def join(self, other: Measurement, prompts: str) -> Measurement:
         """The two as one, over the prompts of both, under another name."""
@@ -77,6 +81,7 @@ class Measurement:
             [a + b for a, b in zip(self.timings, other.timings, strict=True)],
             [a + b for a, b in zip(self.outputs, other.outputs, strict=True)],
             None if self.traces is None or other.traces is None else self.traces + other.traces,
+            self.steps_by_k + other.steps_by_k,
         )
 
 
@@ -94,6 +99,7 @@ class Result:
         num_looping: prompts whose plain output falls into a loop (:func:`pard_jax.bench.loops.loop_onset`).
         acceptance: over all steps.
         acceptance_before_loops: the same as if every output had ended where the loop of the plain one begins.
+        steps_by_k: steps of the timed passes by the K that they ran with; empty for other projects' methods.
     """
 
     case: Case
@@ -107,6 +113,7 @@ class Result:
     num_looping: int
     acceptance: Acceptance | None
     acceptance_before_loops: Acceptance | None
+    steps_by_k: dict[int, int] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, measured: Measurement, plain: Measurement) -> Result:
@@ -116,6 +123,7 @@ class Result:
         decode, base = _decode_rate(measured.timings), _decode_rate(plain.timings)
         whole = before = None
         if measured.traces is not None and (k := case.num_speculative_tokens) is not None:
+            k = AUTO_WIDTHS[-1] if k == "auto" else k
             whole = Acceptance.count(measured.traces, k)
             cut = zip(measured.traces, onsets, strict=True)
             before = Acceptance.count([t if onset is None else t.up_to(onset) for t, onset in cut], k)
@@ -131,6 +139,7 @@ class Result:
             num_looping=sum(onset is not None for onset in onsets),
             acceptance=whole,
             acceptance_before_loops=before,
+            steps_by_k=dict(sorted(measured.steps_by_k.items())),
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class Table(Lines):
             Column("prompts", -max(7, *map(len, groups)), lambda r: r.case.prompts) if len(groups) > 1 else None,
             Column("method", -max(6, *map(len, methods)), lambda r: r.case.method),
             Column("dtype", -8, lambda r: r.case.dtype),
-            Column("K", 3, lambda r: text(r.case.num_speculative_tokens)),
+            Column("K", 4, lambda r: text(r.case.num_speculative_tokens)),
             Column("batch", 5, lambda r: text(r.case.max_num_seqs)) if batches else None,
             Column("context", 7, lambda r: text(r.case.context)) if contexts else None,
             Column("decode tok/s", 12, lambda r: number(median(r.decode_tokens_per_second), 1)),
@@ -74,12 +74,14 @@ def acceptance_lines(results: Sequence[Result]) -> list[str]:
         where += "" if case.context is None else f", context {case.context}"
         shares = " ".join(f"{share:.3f}" for share in found.per_position)
         counts = " ".join(map(str, found.histogram))
+        if len(result.steps_by_k) > 1:
+            where += f", steps by K {', '.join(f'{k}: {steps}' for k, steps in result.steps_by_k.items())}"
         lines.append(f"{where}: by position {shares}; steps that accepted 0..K drafts: {counts}")
     return lines
 
 
-def text(value: int | None) -> str:
-    """A whole number, or a dash."""
+def text(value: int | str | None) -> str:
+    """A whole number or a word as it is, or a dash."""
     return "-" if value is None else str(value)
 
 

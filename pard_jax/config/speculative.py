@@ -12,11 +12,13 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Literal
 
 from pard_jax.config.engine import resolve_quantization
 
 MAX_SPEC_LEN = 128  # vllm/v1/sample/rejection_sampler.py
+# What "auto" chooses from, a program each to compile. Published as best: 12 in-domain at batch 1, else 3 to 5.
+AUTO_WIDTHS = (0, 2, 4, 8, 12)
 SUPPORTED_METHODS = ("draft_model", "ngram")
 # vLLM's other methods: known by name, so that asking for one is told apart from a misspelt name.
 OTHER_METHODS = (
@@ -49,7 +51,6 @@ UNSUPPORTED_KEYS: dict[str, Any] = {
     "index_share_for_mtp_iteration": None,
     "kv_cache_dtype": None,
     "moe_backend": None,
-    "num_speculative_tokens_per_batch_size": None,
     "suffix_decoding_max_cached_requests": 10000,
     "suffix_decoding_max_spec_factor": 1.0,
     "suffix_decoding_max_tree_depth": 24,
@@ -62,6 +63,7 @@ _TYPES: dict[str, type] = {
     "model": str,
     "method": str,
     "num_speculative_tokens": int,
+    "num_speculative_tokens_max": int,
     "parallel_drafting": bool,
     "draft_tensor_parallel_size": int,
     "max_model_len": int,
@@ -77,7 +79,6 @@ _TYPES: dict[str, type] = {
 }
 _REFUSAL_HINTS = {
     "disable_padded_drafter_batch": "every pass has a static shape, so the drafter's batch is always padded",
-    "num_speculative_tokens_per_batch_size": "K is fixed for the life of the engine",
     "use_heterogeneous_vocab": "target and draft must share one vocabulary",
 }
 
@@ -89,7 +90,12 @@ class SpeculativeConfig:
     Attributes:
         model: the draft checkpoint (directory or hub id); "ngram" chooses the n-gram drafter and is stored as None.
         method: "draft_model" or "ngram"; inferred from ``model`` when it is not given, never None afterwards.
-        num_speculative_tokens: K, 1..128; required.
+        num_speculative_tokens: K, 1..128, or "auto" (no value of vLLM's): the engine chooses among a few, 0 too, as it
+            runs; required.
+        num_speculative_tokens_max: "auto" only: the largest K it may choose; None for 12 (no key of vLLM's).
+        num_speculative_tokens_per_batch_size: K by the number of running requests: ``[first, last, K]`` each, the first
+            from 1 on. A number in a gap takes the range before it, and no K is larger than ``num_speculative_tokens``
+            (vllm/v1/spec_decode/dynamic/utils.py).
         parallel_drafting: all K tokens from one draft pass (PARD) in place of K passes.
         draft_tensor_parallel_size: None for the target's; another number is refused, see
             :meth:`check_tensor_parallel_size`.
@@ -112,7 +118,9 @@ class SpeculativeConfig:
 
     model: str | None = None
     method: str = None  # type: ignore[assignment]  # None until __post_init__ has inferred it
-    num_speculative_tokens: int = None  # type: ignore[assignment]  # None is refused
+    num_speculative_tokens: int | Literal["auto"] = None  # type: ignore[assignment]  # None is refused
+    num_speculative_tokens_max: int | None = None
+    num_speculative_tokens_per_batch_size: Sequence[Sequence[int]] | None = None
     parallel_drafting: bool = False
     draft_tensor_parallel_size: int | None = None
     max_model_len: int | None = None
@@ -146,6 +154,8 @@ class SpeculativeConfig:
             )
         _check_choice("rejection_sample_method", self.rejection_sample_method, ("standard", "synthetic"))
         self._settle_synthetic()
+        if self.num_speculative_tokens_per_batch_size is not None:
+            self._settle_schedule(self.num_speculative_tokens_per_batch_size)
 
     @classmethod
     def from_dict(cls, keys: Any) -> SpeculativeConfig:
@@ -179,12 +189,28 @@ class SpeculativeConfig:
         return "pard" if self.method == "draft_model" and self.parallel_drafting else self.method
 
     @property
+    def max_num_speculative_tokens(self) -> int:
+        """The largest K that any step may have: what states and caches are sized for."""
+        if self.num_speculative_tokens != "auto":
+            return self.num_speculative_tokens
+        return self.num_speculative_tokens_max or AUTO_WIDTHS[-1]
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Every K that a step may have, ascending; a program each."""
+        most = self.max_num_speculative_tokens
+        if self.num_speculative_tokens == "auto":
+            return (*(k for k in AUTO_WIDTHS if k < most), most)
+        schedule = self.num_speculative_tokens_per_batch_size or [(1, 1, most)]
+        return tuple(sorted({min(k, most) for _, _, k in schedule}))
+
+    @property
     def conditional_acceptance_rates(self) -> tuple[float, ...] | None:
         """Synthetic only: chance that draft i+1 is accepted once the i before it were, K of them; else None."""
         if self.synthetic_acceptance_rates is not None:
             return unconditional_to_conditional(self.synthetic_acceptance_rates)
         if self.synthetic_acceptance_length is not None:
-            rates = acceptance_length_to_rates(self.synthetic_acceptance_length, self.num_speculative_tokens)
+            rates = acceptance_length_to_rates(self.synthetic_acceptance_length, self.max_num_speculative_tokens)
             return unconditional_to_conditional(rates)
         return None
 
@@ -256,10 +282,17 @@ class SpeculativeConfig:
                 if self.model
                 else f"num_speculative_tokens must be provided with method {self.method!r}"
             )
+        if isinstance(k, str) and k != "auto":
+            raise ValueError(f"num_speculative_tokens must be an integer or 'auto', got {k!r}")
+        name, most = "num_speculative_tokens", self.num_speculative_tokens_max
+        if k == "auto":
+            name, k = "num_speculative_tokens_max", AUTO_WIDTHS[-1] if most is None else most
+        elif most is not None:
+            raise ValueError(f"num_speculative_tokens_max bounds what 'auto' chooses, but num_speculative_tokens={k}")
         if k < 1:
-            raise ValueError(f"Expected num_speculative_tokens to be greater than zero ({k}).")
+            raise ValueError(f"Expected {name} to be greater than zero ({k}).")
         if k > MAX_SPEC_LEN:
-            raise ValueError(f"num_speculative_tokens={k} is greater than the maximum, {MAX_SPEC_LEN}")
+            raise ValueError(f"{name}={k} is greater than the maximum, {MAX_SPEC_LEN}")
 
     def _settle_ngram(self) -> None:
         if self.model not in (None, "ngram", "[ngram]"):
@@ -280,8 +313,32 @@ class SpeculativeConfig:
             raise ValueError(f"prompt_lookup_min={low} must be <= prompt_lookup_max={high}")
         self._set(model=None, prompt_lookup_min=low, prompt_lookup_max=high)
 
+    def _settle_schedule(self, schedule: Sequence[Sequence[int]]) -> None:
+        name = "num_speculative_tokens_per_batch_size"
+        if self.num_speculative_tokens == "auto":
+            raise ValueError(f"num_speculative_tokens='auto' and {name} both choose K; give a number, or no {name}")
+        if not schedule:
+            raise ValueError(f"{name} must not be empty.")
+        for entry in schedule:
+            if len(entry) != 3:
+                raise ValueError(f"Each {name} entry must be [first, last, K], got {list(entry)}.")
+            first, last, k = entry
+            if not 1 <= first <= last:
+                raise ValueError(f"{name}: expected a range of batch sizes from 1 on, got [{first}, {last}].")
+            if not 0 <= k <= MAX_SPEC_LEN:
+                raise ValueError(f"{name}: K must be 0 to {MAX_SPEC_LEN}, got {k}.")
+        ranges = sorted(tuple(entry) for entry in schedule)
+        for (_, before, _), (first, last, _) in itertools.pairwise(ranges):
+            if first <= before:
+                raise ValueError(f"{name}: batch-size ranges must not overlap, but [{first}, {last}] does.")
+        if ranges[0][0] != 1:
+            raise ValueError(
+                f"{name}: the first range must start at 1, so that every batch size has a K, got {ranges[0][0]}."
+            )
+        self._set(**{name: tuple(ranges)})
+
     def _settle_synthetic(self) -> None:
-        k = self.num_speculative_tokens
+        k = self.max_num_speculative_tokens
         rates, length = self.synthetic_acceptance_rates, self.synthetic_acceptance_length
         if self.rejection_sample_method != "synthetic":
             if rates is not None or length is not None:
@@ -290,6 +347,11 @@ class SpeculativeConfig:
                     "are only valid with rejection_sample_method='synthetic'."
                 )
             return
+        if self.num_speculative_tokens == "auto":
+            raise ValueError(
+                "num_speculative_tokens='auto' goes by the acceptance that it measures, which "
+                "rejection_sample_method='synthetic' makes up; give a number"
+            )
         if (rates is None) == (length is None):
             raise ValueError(
                 "rejection_sample_method='synthetic' requires exactly one of "
@@ -360,6 +422,14 @@ def acceptance_length_to_rates(length: float, k: int) -> tuple[float, ...]:
 
 def _typed(key: str, value: Any) -> Any:
     """A JSON value as the field's type. JSON writes 1.0 as 1, and Python takes true for 1: only the first is meant."""
+    if key == "num_speculative_tokens" and value == "auto":
+        return value
+    if key == "num_speculative_tokens_per_batch_size":
+        if isinstance(value, list | tuple) and all(
+            isinstance(entry, list | tuple) and all(_is(int, x) for x in entry) for entry in value
+        ):
+            return value
+        raise ValueError(f"{key} must be a list of [first, last, K], whole numbers each, got {value!r}")
     kind = _TYPES[key]
     if kind is float and _is(int | float, value):
         return float(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -88,6 +89,15 @@ def init_state(
         cache=KVCache.zeros(shape, dtype, mesh),
         draft=drafter.init(num_rows, num_slots, dtype, mesh),
     )
+
+
+def all_active(state: DecodeState, length: int) -> DecodeState:
+    """The state with ``length`` tokens in every row, decoding without end: for measuring, where no row is in use."""
+    values = {"length": length, "cached": length - 1, "active": True, "stop_ids": -1, "max_length": 1 << 30}
+    fields = [(name, getattr(state, name), value) for name, value in values.items()]
+    # Placed as they were, so that no program compiles anew for them.
+    filled = {name: jax.device_put(np.full(x.shape, value, x.dtype), x.sharding) for name, x, value in fields}
+    return dataclasses.replace(state, **filled)
 
 
 def admit(drafter: Drafter, state: DecodeState, index: Int[Array, "*R"], row: Row) -> DecodeState:

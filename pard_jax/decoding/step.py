@@ -1,7 +1,7 @@
 """The jitted programs: a speculative step, several of them a dispatch, a chunk of prefill, the admission of a request.
 
-All take the decode state by donation and return it. Weights are arguments; the models' structure, the drafter and the
-attention window are static, and nothing else is: no prompt, length or sampling setting compiles anything again.
+All take the decode state by donation and return it. Weights are arguments; the models' structure, the drafter, its K
+and the attention window are static, and nothing else is: no prompt, length or sampling setting compiles anything again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pard_jax.config.model import ModelConfig
-from pard_jax.decoding.drafters import DraftContext, Drafter
+from pard_jax.decoding.drafters import DraftContext, Drafter, NoDrafter
 from pard_jax.decoding.logprobs import TokenLogprobs, token_logprobs
 from pard_jax.decoding.sampling import mask_below_min_tokens, warp_logits
 from pard_jax.decoding.state import DecodeState, Row, admit
@@ -186,7 +186,10 @@ class Programs:
 
         self.admit = program(self._admit, donate_argnums=0, **pinned)
         self.prefill = program(self._prefill, donate_argnums=1, static_argnames="window", **pinned)
-        self.decode = program(self._decode, donate_argnums=1, static_argnames=("window", "greedy"), **decode_pinned)
+        self.decode = program(
+            self._decode, donate_argnums=1, static_argnames=("window", "greedy", "k"), **decode_pinned
+        )
+        self.catch_up = program(self._catch_up, donate_argnums=1, static_argnames=("width", "window"), **pinned)
 
     def _admit(self, state: DecodeState, index: Int[Array, "*R"], row: Row) -> DecodeState:
         return admit(self.drafter, state, index, row)
@@ -231,6 +234,13 @@ class Programs:
             draft=draft,
         )
 
+    def _catch_up(self, params: dict[str, Any], state: DecodeState, *, width: int, window: int) -> DecodeState:
+        """Make the drafter's state what it is after steps of its own: to be called before a step of a smaller K than
+        the one before, or the first behind plain steps. See :meth:`Drafter.catch_up`."""
+        context = DraftContext(state.tokens, state.length, state.active, state.sampling)
+        draft = self.drafter.catch_up(params.get("draft"), state.draft, context, width=width, window=window)
+        return dataclasses.replace(state, draft=draft)
+
     def _decode(
         self,
         params: dict[str, Any],
@@ -240,23 +250,27 @@ class Programs:
         *,
         window: int,
         greedy: bool = False,
+        k: int | None = None,
     ) -> tuple[DecodeState, tuple[Int[Array, ""], StepOutput]]:
         """Up to ``num_steps`` steps; fewer when no row is left active.
 
         ``greedy``: see :func:`step`.
+        ``k``: K of these steps, at most the drafter's; None for the drafter's. 0 leaves the drafter's state as it is.
         ``keep`` is False for rows whose request the host has ended since (a stop string, an abort).
 
         Returns:
             The state, and (how many steps ran, their outputs stacked ``[max_steps, ...]``).
         """
         state = dataclasses.replace(state, active=state.active & keep)
-        rates = None if self._rates is None else jnp.asarray(self._rates, jnp.float32)
+        k = self.drafter.num_speculative_tokens if k is None else k
+        drafter = dataclasses.replace(self.drafter, num_speculative_tokens=k) if k else NoDrafter()
+        rates = None if self._rates is None else jnp.asarray(self._rates[:k], jnp.float32)
 
         @functools.partial(jax.jit, inline=True)  # traced once, for its shapes and for the loop
         def one(state: DecodeState) -> tuple[DecodeState, StepOutput]:
             return step(
                 self.config,
-                self.drafter,
+                drafter,
                 params,
                 state,
                 window=window,

@@ -19,13 +19,14 @@ from jax.sharding import Mesh
 
 from pard_jax.config import ModelConfig
 from pard_jax.decoding.drafters import Drafter
-from pard_jax.decoding.state import MAX_STOP_TOKEN_IDS, Row, init_state
+from pard_jax.decoding.state import MAX_STOP_TOKEN_IDS, Row, all_active, init_state
 from pard_jax.decoding.step import Programs, StepOutput
+from pard_jax.engine.adaptive import Choice, Policy, Scheduled
 from pard_jax.engine.ahead import Ahead, shapes
-from pard_jax.engine.columns import column, padded
 from pard_jax.engine.memory import MemoryPlan
 from pard_jax.engine.metrics import AcceptanceStats
 from pard_jax.engine.request import Request, RequestUpdate, StepLogprobs
+from pard_jax.engine.rows import column, rows_of
 from pard_jax.engine.stop import StopChecker
 from pard_jax.program_store import ProgramStore
 from pard_jax.sampling_params import SamplingParams
@@ -42,7 +43,7 @@ class _Slot:
 
     request: Request
     prefilled: int = 0  # prompt tokens given to the device
-    pending_steps: int = 0  # steps dispatched whose outcome is not known yet
+    pending_tokens: int = 0  # the most that dispatches whose outcome is not known yet can add
 
     @property
     def num_to_prefill(self) -> int:
@@ -56,8 +57,15 @@ class _Dispatch:
 
     rows: dict[int, _Slot]
     num_steps: int
+    choice: Choice
+    alone: bool  # whether the device had nothing to do between the dispatch before, which it was busy with, and this
     steps: jax.Array
     output: StepOutput
+
+    @property
+    def most_tokens(self) -> int:
+        """The most that it can add to a row."""
+        return self.num_steps * (self.choice.k + 1)
 
 
 class Engine:
@@ -81,6 +89,7 @@ class Engine:
         eos_token_ids: Iterable[int] = (),
         seed: int | None = 0,
         synthetic_rates: tuple[float, ...] | None = None,
+        policy: Policy | None = None,
         mesh: Mesh | None = None,
         store: ProgramStore | None = None,
     ) -> None:
@@ -99,13 +108,15 @@ class Engine:
             eos_token_ids: the primary one first.
             store: where compiled programs are kept for other processes; None keeps none.
             seed: base of the seeds of requests that bring none; None for a new one each time.
+            policy: chooses K for each dispatch, at most the drafter's; None for the drafter's, always.
         """
         self.config, self.drafter, self.plan, self.tokenizer = config, drafter, plan, tokenizer
         self.steps_per_dispatch, self.chunk_size = steps_per_dispatch, chunk_size
         self.acceptance = AcceptanceStats(drafter.num_speculative_tokens)
-        self.num_steps = 0  # steps read back so far
+        self.steps_by_k: collections.Counter[int] = collections.Counter()  # steps read back so far
         self._params = params
         self._specialize = specialize and synthetic_rates is None
+        self._greedy = sorted({False, self._specialize})  # the kinds of decode programs
         self._speculative_slots = speculative_slots
         self._eos = tuple(eos_token_ids)
         self._seeds = np.random.SeedSequence(seed)
@@ -125,6 +136,13 @@ class Engine:
             state_sharding=sharding,
             store=store,
         )
+        self._policy = policy or Scheduled([(1, 1, drafter.num_speculative_tokens)])
+        self._k = drafter.num_speculative_tokens  # of the last dispatch
+        # As wide as memory is planned for, and as there are slots behind the longest row.
+        width = max(speculative_slots, chunk_size // num_rows)
+        self._catch_up_width = min(width, plan.num_slots - plan.max_model_len)
+        self._measured_up_to = 0  # tokens; what the policy knows the costs of
+        self._collected = 0.0  # when the last dispatch was read
         self._slots: list[_Slot | None] = [None] * num_rows
         self._most_passes = _CHUNKS_PER_DISPATCH
         if plan.prefill_rows > 1:
@@ -137,6 +155,11 @@ class Engine:
         self._waiting: collections.deque[Request] = collections.deque()
         self._aborted: set[str] = set()
         self._known: set[str] = set()
+
+    @property
+    def num_steps(self) -> int:
+        """Steps read back so far."""
+        return self.steps_by_k.total()
 
     # -- from any thread ------------------------------------------------------------------------------------------
 
@@ -249,27 +272,43 @@ class Engine:
         if self._ahead is not None:
             self._ahead.wait(progress)
             self._ahead = None
-        windows = set()
         for name, args, static in self._all_calls(max_length):
             self._call(name, *args, **static)
-            windows.add(static.get("window"))
+        windows = self._windows(max_length)
+        for window in windows:
+            for greedy in self._greedy:
+                self._policy.measure(self._choices(window, greedy), self._time_step)
         jax.block_until_ready(self._state.length)
-        return len(windows - {None})
+        self._measured_up_to = self._longest(max_length)
+        return len(windows)
+
+    def _longest(self, max_length: int | None) -> int:
+        return min(max_length or self.plan.max_model_len, self.plan.max_model_len)
+
+    def _windows(self, max_length: int | None) -> list[int]:
+        """All that sequences up to this length need."""
+        length = self._longest(max_length)
+        prefilled = -(-length // self.chunk_size) * self.chunk_size  # a prompt is read in whole chunks
+        longest = self.plan.window(max(self._reach(length, self.drafter.num_speculative_tokens), prefilled))
+        return [w for w in self.plan.windows if w <= longest]
 
     def _all_calls(self, max_length: int | None) -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
         """A call of every program, as :meth:`_call` takes it, that does nothing to any row."""
-        length = min(max_length or self.plan.max_model_len, self.plan.max_model_len)
-        prefilled = -(-length // self.chunk_size) * self.chunk_size  # a prompt is read in whole chunks
-        longest = self.plan.window(max(self._reach(length), prefilled))
+        keep = np.zeros(len(self._slots), bool)
         widths = sorted({1, self.plan.prefill_rows})
         for width in widths:
             yield "admit", self._admission([], width), {}
-        for window in (w for w in self.plan.windows if w <= longest):
+        for window in self._windows(max_length):
             for width in widths:
                 yield "prefill", self._chunks([], [], [], width), {"window": window}
-            for greedy in sorted({False, self._specialize}):
-                keep = np.zeros(len(self._slots), bool)
-                yield "decode", (keep, np.int32(1)), {"window": window, "greedy": greedy}
+            if len(self._policy.widths) > 1:
+                yield "catch_up", (), {"width": self._catch_up_width, "window": window}
+            for greedy in self._greedy:
+                for choice in self._choices(window, greedy):
+                    yield "decode", (keep, np.int32(1)), choice.static
+
+    def _choices(self, window: int, greedy: bool) -> list[Choice]:
+        return [Choice(k, window, greedy) for k in self._policy.widths]
 
     def _call(self, name: str, *args: Any, **static: Any) -> Any:
         """Run a program, which takes the state and gives it back, and return what else it gives."""
@@ -281,12 +320,29 @@ class Engine:
         self._state, result = result if name == "decode" else (result, None)
         return result
 
+    def _time_step(self, choice: Choice) -> float:
+        """Seconds of a step of all rows, of which none holds a request."""
+        length = choice.window // 2
+        steps = (length - self._speculative_slots) // (choice.k + 1)  # so many stay within the window
+        steps = max(1, min(steps, self.steps_per_dispatch))
+        every = np.ones(len(self._slots), bool)
+        self._state = all_active(self._state, length)
+        self._catch_up(choice.window)
+        jax.block_until_ready(self._state.length)
+        start = time.perf_counter()
+        jax.block_until_ready(self._run(every, steps, choice))
+        seconds = (time.perf_counter() - start) / steps
+        self._run(~every, 1, choice)  # none is active any more
+        return seconds
+
     def step(self) -> list[RequestUpdate]:
         """Admit, prefill, dispatch, and read the dispatch before; returns what is new, request by request."""
         updates = self._take_aborts()
-        self._admit()
-        self._prefill()
-        dispatched = self._dispatch()
+        if self._policy.measures:
+            self._measure()
+        busy = bool(self._in_flight)
+        prefilled = self._admit() + self._prefill()
+        dispatched = self._dispatch(alone=busy and not prefilled)
         if len(self._in_flight) > 1 or (self._in_flight and not dispatched):
             updates += self._collect(self._in_flight.popleft())
         return updates
@@ -306,16 +362,28 @@ class Engine:
             updates.append(self._retire(request, index))
         return updates
 
-    def _admit(self) -> None:
+    def _measure(self) -> None:
+        """Warm up for the requests that wait, where nobody has done so and no other would be disturbed."""
+        if any(self._slots):
+            return
+        with self._lock:
+            longest = max((request.max_length for request in self._waiting), default=0)
+        if longest > self._measured_up_to:
+            self.warm_up(longest)
+
+    def _admit(self) -> int:
+        """Put requests that wait into free slots; returns how many."""
         free = [i for i, slot in enumerate(self._slots) if slot is None]
         with self._lock:
             admitted = [(i, self._waiting.popleft()) for i in free[: len(self._waiting)]]
         for index, request in admitted:
             self._slots[index] = _Slot(request)
+        count = len(admitted)
         while admitted:
             width = self._width(len(admitted))
             self._call("admit", *self._admission(admitted[:width], width))
             admitted = admitted[width:]
+        return count
 
     def _width(self, count: int) -> int:
         """Rows of the next call that admits or prefills, where ``count`` are to be."""
@@ -323,27 +391,12 @@ class Engine:
 
     def _admission(self, admitted: list[tuple[int, Request]], width: int) -> tuple[Any, Row]:
         """Arguments to put up to ``width`` requests into their rows by one call of a program compiled for this many."""
-        requests = [request for _, request in admitted]
-        params = [request.params for request in requests]
-        prompts = [request.prompt_token_ids for request in requests]
-        stop_ids = [request.stop.token_ids for request in requests]
-        lengths = [len(prompt) for prompt in prompts]
-        row = Row(
-            tokens=padded(prompts, width, self.plan.num_slots, 0),
-            length=column(lengths, width, np.int32),
-            temperature=column([p.temperature for p in params], width, np.float32),
-            top_k=column([max(p.top_k, 0) for p in params], width, np.int32),
-            top_p=column([p.top_p for p in params], width, np.float32),
-            min_p=column([p.min_p for p in params], width, np.float32),
-            seed=column([request.seed for request in requests], width, np.uint32),
-            stop_ids=padded(stop_ids, width, MAX_STOP_TOKEN_IDS, -1),
-            min_length=column([n + p.min_tokens for n, p in zip(lengths, params, strict=True)], width, np.int32),
-            max_length=column([request.max_length for request in requests], width, np.int32),
-            num_logprobs=column([-1 if p.logprobs is None else p.logprobs for p in params], width, np.int32),
-        )
+        row = rows_of([request for _, request in admitted], width, self.plan.num_slots)
         return self._row_ids([i for i, _ in admitted], width), row
 
-    def _prefill(self) -> None:
+    def _prefill(self) -> int:
+        """Run prefill passes; returns how many."""
+        passes = 0
         pending = [(i, s) for i, s in enumerate(self._slots) if s is not None and s.num_to_prefill > 0]
         decoding = any(s is not None and s.num_to_prefill <= 0 for s in self._slots)
         budget = self._most_passes if decoding else None
@@ -358,6 +411,8 @@ class Engine:
                 slot.prefilled += count
             pending = [(i, s) for i, s in rows.items() if s.num_to_prefill > 0] + pending[width:]
             budget = None if budget is None else budget - 1
+            passes += 1
+        return passes
 
     def _chunks(self, rows: list[int], starts: list[int], counts: list[int], width: int) -> tuple[Any, Any, Any]:
         """Arguments to take in a chunk of each of up to ``width`` rows' prompts by a program compiled for this many."""
@@ -369,30 +424,42 @@ class Engine:
         spare = len(self._slots)
         return column([*rows, *range(spare, spare + width - len(rows))], width, np.int32)
 
-    def _dispatch(self) -> bool:
+    def _dispatch(self, *, alone: bool) -> bool:
         rows = {i: s for i, s in enumerate(self._slots) if s is not None and s.num_to_prefill <= 0}
         if not rows:
             return False
         keep = np.zeros(len(self._slots), bool)
         keep[list(rows)] = True
         steps = self.steps_per_dispatch
-        longest = max(self._bound(slot, steps) for slot in rows.values())
         greedy = self._specialize and all(slot.request.plain_greedy for slot in rows.values())
-        window = self.plan.window(self._reach(longest))
-        ran, output = self._call("decode", keep, np.int32(steps), window=window, greedy=greedy)
+        window = self._window(rows.values(), steps, self._policy.widths[-1])
+        choice = self._policy.choose(len(rows), steps, window, greedy)
+        choice = dataclasses.replace(choice, window=self._window(rows.values(), steps, choice.k))
+        if choice.k and not 0 < self._k <= choice.k:
+            self._catch_up(choice.window)
+        self._k = choice.k
+        ran, output = self._run(keep, steps, choice)
+        dispatch = _Dispatch(rows, steps, choice, alone, ran, output)
         for slot in rows.values():
-            slot.pending_steps += steps
-        self._in_flight.append(_Dispatch(rows, steps, ran, output))
+            slot.pending_tokens += dispatch.most_tokens
+        self._in_flight.append(dispatch)
         return True
 
-    def _bound(self, slot: _Slot, steps: int) -> int:
-        """The most tokens the row can hold after ``steps`` more steps."""
-        grown = (slot.pending_steps + steps) * (self.drafter.num_speculative_tokens + 1)
-        return min(slot.request.num_tokens + grown, slot.request.max_length)
+    def _window(self, slots: Iterable[_Slot], steps: int, k: int) -> int:
+        """The window for ``steps`` steps of K = ``k`` behind those under way."""
+        grown = ((s.request.num_tokens + s.pending_tokens + steps * (k + 1), s.request.max_length) for s in slots)
+        return self.plan.window(self._reach(max(map(min, grown)), k))
 
-    def _reach(self, length: int) -> int:
+    def _reach(self, length: int, k: int) -> int:
         """Cache slots that a step may touch in a row of ``length`` tokens."""
-        return length + self._speculative_slots
+        return length + (self._speculative_slots if k else 0)
+
+    def _catch_up(self, window: int) -> None:
+        """Have the drafter take in what plain steps kept, or steps of a larger K."""
+        self._call("catch_up", width=self._catch_up_width, window=window)
+
+    def _run(self, keep: np.ndarray, steps: int, choice: Choice) -> tuple[jax.Array, StepOutput]:
+        return self._call("decode", keep, np.int32(steps), **choice.static)
 
     def _collect(self, dispatch: _Dispatch) -> list[RequestUpdate]:
         live = {i: s for i, s in dispatch.rows.items() if not s.request.finished}
@@ -401,18 +468,24 @@ class Engine:
         tokens, kept, drafts, accepted = out.tokens, out.num_kept, out.num_drafts, out.num_accepted
         wants_logprobs = any(s.request.params.logprobs is not None for s in live.values())
         logprobs = jax.device_get(out.logprobs) if wants_logprobs else None
-        steps = int(steps)
-        self.num_steps += steps
+        steps, choice = int(steps), dispatch.choice
+        self.steps_by_k[choice.k] += steps
         now = time.monotonic()
+        # Where the pipeline was full, the time since the last look is what it took, the host's part included.
+        seconds = now - self._collected if dispatch.alone and steps == dispatch.num_steps else None
+        self._collected = now
+        if self._policy.measures:
+            ran = kept[:steps, list(live)] > 0
+            self._policy.observe(choice, steps, seconds, accepted[:steps, list(live)][ran])
         # Without speculation a row's steps are one token each until it ends, and are taken in together: at a thousand
         # rows this loop is what bounds the engine.
         together = None
-        if not self.drafter.num_speculative_tokens and logprobs is None:
+        if not choice.k and logprobs is None:
             together = (tokens[:steps, :, 0].T.tolist(), kept[:steps].sum(axis=0).tolist())
         updates = []
         for index, slot in live.items():
             request = slot.request
-            slot.pending_steps -= dispatch.num_steps
+            slot.pending_tokens -= dispatch.most_tokens
             if together is not None:
                 rows, totals = together
                 if totals[index]:

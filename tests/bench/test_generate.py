@@ -265,6 +265,17 @@ def test_one_load_serves_every_method(pair: Directories) -> None:
         assert (other.settings.draft_model is not None) is drafts
 
 
+def test_auto_stands_beside_numbers(pair: Directories, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = run(pair, tmp_path, "hello", "--methods", "ngram", "-k", "2,auto", "--max-tokens", "20", "--repeats", "1")
+    plain, two, auto = report["results"]
+    assert [r["num_speculative_tokens"] for r in (plain, two, auto)] == [None, 2, "auto"]
+    assert all(r["num_equal"] == 1 for r in (plain, two, auto))
+    assert set(plain["steps_by_k"]) == {"0"} and set(two["steps_by_k"]) == {"2"}
+    assert set(auto["steps_by_k"]) <= {"0", "2", "4", "8", "12"}
+    assert len(auto["acceptance"]["histogram"]) == 13 and auto["acceptance"]["num_tokens"] == 20
+    assert "ngram   float32   auto" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -275,6 +286,11 @@ def test_one_load_serves_every_method(pair: Directories) -> None:
         (["generate", "x", "--model", "m", "--methods", "pard,draft_model"], "need --draft-model"),
         (["generate", "x", "--model", "m", "-k", "2,x"], "expected whole numbers with commas"),
         (["generate", "x", "--model", "m", "-k", "2,0"], "at least 1"),
+        (["generate", "x", "--model", "m", "-k", "auto,often"], "expected whole numbers with commas"),
+        (
+            ["generate", "x", "--model", "m", "--methods", "transformers-ngram", "-k", "auto"],
+            "let -k name one beside auto",
+        ),
         (["generate", "x", "--model", "m", "--context", "-5"], "at least 1"),
         (["generate", "x", "--model", "m", "--repeats", "0"], "--repeats must be at least 1, got 0"),
         (["generate", "x", "--model", "m", "--output", "/no/such/dir/f"], "there is no directory"),
@@ -290,7 +306,7 @@ def test_one_load_serves_every_method(pair: Directories) -> None:
     ],
 )
 def test_refusals(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if "transformers" in arguments:
+    if any("transformers" in argument for argument in arguments):
         pytest.importorskip("torch")
     assert main(arguments) == 2
     captured = capsys.readouterr()

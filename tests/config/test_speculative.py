@@ -134,7 +134,6 @@ def test_a_draft_of_another_method_is_known_by_its_name(model, method):
     [
         ("disable_padded_drafter_batch", True),
         ("use_heterogeneous_vocab", True),
-        ("num_speculative_tokens_per_batch_size", [[1, 4, 3]]),
         ("kv_cache_dtype", "fp8"),
         ("enforce_eager", True),
         ("suffix_decoding_max_tree_depth", 8),
@@ -263,3 +262,68 @@ def test_slots_of_no_method():
         extra_slots("medusa", False, 8)
     with pytest.raises(ValueError, match="parallel_drafting is only compatible"):
         extra_slots("ngram", True, 8)
+
+
+AUTO = {**PARD, "num_speculative_tokens": "auto"}
+TABLE = "num_speculative_tokens_per_batch_size"
+
+
+@pytest.mark.parametrize(
+    ("keys", "most", "widths"),
+    [
+        (PARD, 12, (12,)),
+        (AUTO, 12, (0, 2, 4, 8, 12)),
+        ({**AUTO, "num_speculative_tokens_max": 6}, 6, (0, 2, 4, 6)),
+        ({**AUTO, "num_speculative_tokens_max": 8}, 8, (0, 2, 4, 8)),
+        ({**AUTO, "num_speculative_tokens_max": 1}, 1, (0, 1)),
+        ({**AUTO, "num_speculative_tokens_max": 20}, 20, (0, 2, 4, 8, 12, 20)),
+        ({"method": "ngram", "num_speculative_tokens": "auto"}, 12, (0, 2, 4, 8, 12)),
+        ({**DRAFT, TABLE: [[9, 64, 0], [1, 8, 5]]}, 3, (0, 3)),  # K is cut to num_speculative_tokens
+        ({**PARD, TABLE: [[1, 1, 2]]}, 12, (2,)),
+    ],
+)
+def test_widths(keys, most, widths):
+    config = SpeculativeConfig.from_dict(keys)
+    assert (config.max_num_speculative_tokens, config.widths) == (most, widths)
+    assert dataclasses.replace(config) == config
+
+
+def test_a_schedule_is_sorted_as_vllm_does():
+    assert SpeculativeConfig.from_dict({**DRAFT, TABLE: [[9, 64, 0], [1, 8, 2]]}) == SpeculativeConfig(
+        **DRAFT, num_speculative_tokens_per_batch_size=((1, 8, 2), (9, 64, 0))
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({**DRAFT, "num_speculative_tokens": "Auto"}, "must be an integer"),
+        ({**DRAFT, "num_speculative_tokens_max": 4}, "bounds what 'auto' chooses, but num_speculative_tokens=3"),
+        ({**AUTO, "num_speculative_tokens_max": 0}, r"num_speculative_tokens_max to be greater than zero \(0\)"),
+        ({**AUTO, "num_speculative_tokens_max": 129}, "num_speculative_tokens_max=129 is greater than the maximum"),
+        ({**AUTO, TABLE: [[1, 2, 3]]}, "both choose K"),
+        (
+            {**AUTO, "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.0},
+            "rejection_sample_method='synthetic' makes up",
+        ),
+        ({**DRAFT, TABLE: []}, "must not be empty"),
+        ({**DRAFT, TABLE: {"1-16": 3}}, r"must be a list of \[first, last, K\]"),
+        ({**DRAFT, TABLE: [[1, 2, 3.0]]}, r"must be a list of \[first, last, K\]"),
+        ({**DRAFT, TABLE: [[1, 2]]}, r"entry must be \[first, last, K\], got \[1, 2\]"),
+        ({**DRAFT, TABLE: [[0, 2, 3]]}, r"from 1 on, got \[0, 2\]"),
+        ({**DRAFT, TABLE: [[1, 5, 3], [4, 3, 1]]}, r"from 1 on, got \[4, 3\]"),
+        ({**DRAFT, TABLE: [[1, 5, -1]]}, "K must be 0 to 128, got -1"),
+        ({**DRAFT, TABLE: [[1, 5, 3], [5, 9, 1]]}, r"must not overlap, but \[5, 9\] does"),
+        ({**DRAFT, TABLE: [[2, 5, 3]]}, "must start at 1"),
+    ],
+)
+def test_what_chooses_k_is_refused_where_it_is_wrong(keys, message):
+    with pytest.raises(ValueError, match=message):
+        SpeculativeConfig.from_dict(keys)
+
+
+def test_synthetic_rates_go_with_a_schedule():
+    config = SpeculativeConfig(
+        **SYNTHETIC, synthetic_acceptance_length=2.5, num_speculative_tokens_per_batch_size=[[1, 4, 3], [5, 9, 1]]
+    )
+    assert config.conditional_acceptance_rates == (1.0, 0.5, 0.0)

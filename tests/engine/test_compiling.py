@@ -165,6 +165,7 @@ _HOST_TIME = """
 import time
 import jax, jax.numpy as jnp, numpy as np
 from pard_jax.decoding.drafters import PardDrafter
+from pard_jax.engine.adaptive import Choice
 from pard_jax.engine.engine import Engine
 from pard_jax.engine.memory import Speculation
 from tests.helpers.engine import plan_for
@@ -181,7 +182,7 @@ assert all(type(x) is type(jnp.zeros(())) for x in leaves) and len(leaves) < 64,
 keep, times = np.zeros(4, bool), []  # no row is active: what is left is the host's own part
 for _ in range(300):
     start = time.perf_counter()
-    engine._call("decode", keep, np.int32(2), window=engine.plan.num_slots, greedy=False)
+    engine._run(keep, 2, Choice(4, engine.plan.num_slots, greedy=False))
     times.append(time.perf_counter() - start)
 print(1e3 * float(np.median(times)))
 """

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pard_jax.engine.adaptive import Policy
 from pard_jax.sampling_params import SamplingParams
 from tests.helpers.engine import (
     ScriptedEngine,
@@ -30,9 +31,9 @@ TARGETS, DRAFTED = _RNG.dirichlet(np.full(HALF, 2.0), 2), _RNG.dirichlet(np.full
 
 
 @functools.cache
-def sampling_engine() -> ScriptedEngine:
+def sampling_engine(policy: Policy | None = None) -> ScriptedEngine:
     engine = ScriptedEngine(
-        3, steps_per_dispatch=2, sampled=True, max_model_len=1900, vocab_size=2 * HALF, eos_token_ids=()
+        3, steps_per_dispatch=2, sampled=True, max_model_len=1900, vocab_size=2 * HALF, eos_token_ids=(), policy=policy
     )
     logits, probs = np.full((2 * HALF, 2 * HALF), -np.inf), np.zeros((2 * HALF, 3, 2 * HALF))
     for half in range(2):

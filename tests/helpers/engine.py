@@ -22,6 +22,7 @@ import pytest
 from pard_jax.config import EngineConfig, ModelConfig
 from pard_jax.decoding.drafters import DraftContext, Drafter, Proposal
 from pard_jax.decoding.sampling import Role, role_keys, sample
+from pard_jax.engine.adaptive import Policy
 from pard_jax.engine.engine import Engine
 from pard_jax.engine.memory import MemoryPlan, Speculation, plan_memory
 from pard_jax.engine.request import RequestUpdate
@@ -64,8 +65,8 @@ class ScriptedDrafter(Drafter):
     def propose(self, params: Any, state: Any, context: DraftContext, *, window: int) -> tuple[Proposal, Any]:
         last = jnp.take_along_axis(context.tokens, context.length[:, None] - 1, axis=1)[:, 0]
         if not self.sampled:
-            return Proposal(params["tokens"][last], None), state
-        probs = params["probs"][last]
+            return Proposal(params["tokens"][last][:, : self.num_speculative_tokens], None), state
+        probs = params["probs"][last][:, : self.num_speculative_tokens]
         positions = context.length[:, None] + jnp.arange(self.num_speculative_tokens)[None, :]
         drawn = sample(jnp.log(probs), role_keys(context.sampling.seed, positions, Role.DRAFT))
         best = jnp.argmax(probs, axis=-1).astype(jnp.int32)
@@ -116,6 +117,7 @@ class ScriptedEngine(Engine):
         eos_token_ids: Sequence[int] = (EOS, SECOND_EOS),
         seed: int | None = 0,
         specialize: bool = False,
+        policy: Policy | None = None,
     ) -> None:
         config = table_config(vocab_size, max_model_len)
         drafter = ScriptedDrafter(num_speculative_tokens=k, sampled=sampled)
@@ -136,6 +138,7 @@ class ScriptedEngine(Engine):
             eos_token_ids=eos_token_ids,
             seed=seed,
             specialize=specialize,
+            policy=policy,
         )
 
     @property

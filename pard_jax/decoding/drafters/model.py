@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pard_jax.config.model import ModelConfig
@@ -54,6 +55,24 @@ class ModelDrafter(Drafter):
         model = bind(self.config, params, self.implementation)
         out = model(self._known_ids(tokens), state.cache, jnp.atleast_1d(start), window=window, first_row=row)
         return DraftState(out.cache, state.cached.at[row].set(start + count, mode="drop"))
+
+    def catch_up(self, params: Any, state: DraftState, context: DraftContext, *, width: int, window: int) -> DraftState:
+        """Passes of ``width`` tokens, all rows at once, until every active row's cache lacks the last token alone."""
+        model = bind(self.config, params, self.implementation)
+        end = context.length - 1
+
+        def is_behind(state: DraftState) -> Array:
+            return jnp.any(context.active & (state.cached < end))
+
+        def take_in(state: DraftState) -> DraftState:
+            start = jnp.minimum(state.cached, end)  # a sequential draft's cache may hold drafts beyond it
+            at = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
+            tokens = jnp.take_along_axis(context.tokens, at, axis=1, mode="clip")
+            out = model(self._known_ids(tokens), state.cache, start, window=window)
+            cached = jnp.where(context.active, jnp.minimum(start + width, end), state.cached)
+            return DraftState(out.cache, cached)
+
+        return lax.while_loop(is_behind, take_in, state)
 
     def _known_ids(self, tokens: Int[Array, "B T"]) -> Int[Array, "B T"]:
         """Ids that the draft's table has: a target may emit an id of its padded tail, which a smaller draft lacks."""

@@ -1,7 +1,8 @@
 """What a drafter is: the one thing that differs between speculative methods.
 
 A drafter proposes K tokens a row from the committed tokens. It owns a pytree of state (its cache, say) that travels
-inside the decode state, and it is itself static: a frozen dataclass closed over by the jitted step.
+inside the decode state, and it is itself static: a frozen dataclass closed over by the jitted step. The state's shapes
+do not hang on K, so that a copy with another K goes on from it.
 """
 
 from __future__ import annotations
@@ -61,6 +62,13 @@ class Drafter(abc.ABC):
         """Take in a chunk of a prompt: ``count`` valid tokens, the first at position ``start``.
 
         Of one row (R = 1, the others scalars) or of several; a row id of B or more is padding, and leaves no trace.
+        """
+        return state
+
+    def catch_up(self, params: Any, state: Any, context: DraftContext, *, width: int, window: int) -> Any:
+        """Take in what steps of another K kept and this drafter did not see, or has no room for in one pass.
+
+        Called before K shrinks, and before the first drafts behind plain steps. ``width``: tokens of a pass (static).
         """
         return state
 
