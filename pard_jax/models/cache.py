@@ -54,14 +54,19 @@ class KVCache:
         )
 
     def window(
-        self, layer: Int[Array, ""], first_row: Int[Array, ""] | Int[Array, "R"], rows: int, window: int
+        self,
+        layer: Int[Array, ""],
+        first_row: Int[Array, ""] | Int[Array, "R"],
+        rows: int,
+        window: int,
+        start: Int[Array, ""] | int = 0,
     ) -> tuple[Float[Array, "R M W H"], Float[Array, "R M W H"]]:
-        """The first ``window`` slots of ``rows`` rows of one layer: what a pass reads. A row id that names no row reads
-        another's."""
+        """``window`` slots of ``rows`` rows of one layer from slot ``start`` on: what a pass reads. A row id that names
+        no row reads another's."""
         _, _, m, _, h = self.k.shape
         if first_row.ndim == 1:
-            return _gather(self.k, layer, first_row, window), _gather(self.v, layer, first_row, window)
-        at = (layer, first_row, 0, 0, 0)
+            return _gather(self.k, layer, first_row, window, start), _gather(self.v, layer, first_row, window, start)
+        at = (layer, first_row, 0, start, 0)
         size = (1, rows, m, window, h)
         return lax.dynamic_slice(self.k, at, size)[0], lax.dynamic_slice(self.v, at, size)[0]
 
@@ -88,12 +93,12 @@ def _write(cache: Array, layer: Array, first_row: Array, starts: Array, new: Arr
     )
 
 
-def _gather(cache: Array, layer: Array, row_ids: Array, window: int) -> Array:
+def _gather(cache: Array, layer: Array, row_ids: Array, window: int, start: Array | int) -> Array:
     _, _, m, _, h = cache.shape
     return lax.gather(
         cache,
-        jnp.stack([jnp.broadcast_to(layer, row_ids.shape), row_ids], axis=1),
-        lax.GatherDimensionNumbers(offset_dims=(1, 2, 3), collapsed_slice_dims=(0, 1), start_index_map=(0, 1)),
+        jnp.stack([jnp.broadcast_to(i, row_ids.shape) for i in (layer, row_ids, start)], axis=1),
+        lax.GatherDimensionNumbers(offset_dims=(1, 2, 3), collapsed_slice_dims=(0, 1), start_index_map=(0, 1, 3)),
         slice_sizes=(1, 1, m, window, h),
         mode=lax.GatherScatterMode.CLIP,
     )

@@ -66,6 +66,8 @@ def test_rows_by_their_ids(rows, starts, width):
     np.testing.assert_array_equal(written.v, expected[1])
     k, v = written.window(jnp.int32(1), ids, len(rows), 9)
     real = [r for r, row in enumerate(rows) if row < B]
+    later, _ = written.window(jnp.int32(1), ids, len(rows), 5, jnp.int32(4))
+    np.testing.assert_array_equal(later, k[:, :, 4:])
     np.testing.assert_array_equal(k[np.asarray(real, int)], expected[0][1, [rows[r] for r in real], :, :9])
     np.testing.assert_array_equal(v[np.asarray(real, int)], expected[1][1, [rows[r] for r in real], :, :9])
 
@@ -79,12 +81,14 @@ def test_write_takes_the_cache_dtype():
     np.testing.assert_array_equal(written.v[1, 2, :, 3].astype(jnp.float32), -1.0)
 
 
-@pytest.mark.parametrize(("first_row", "rows", "window"), [(0, B, S), (1, 3, 8), (4, 1, 1)])
-def test_window_reads_the_first_slots(first_row, rows, window):
+@pytest.mark.parametrize(
+    ("first_row", "rows", "window", "start"), [(0, B, S, 0), (1, 3, 8, 0), (4, 1, 1, S - 1), (2, 2, 7, 5)]
+)
+def test_window_reads_slots_of_rows(first_row, rows, window, start):
     cache = random_cache(3)
-    k, v = cache.window(jnp.int32(1), jnp.int32(first_row), rows, window)
-    np.testing.assert_array_equal(k, cache.k[1, first_row : first_row + rows, :, :window])
-    np.testing.assert_array_equal(v, cache.v[1, first_row : first_row + rows, :, :window])
+    k, v = cache.window(jnp.int32(1), jnp.int32(first_row), rows, window, start)
+    np.testing.assert_array_equal(k, cache.k[1, first_row : first_row + rows, :, start : start + window])
+    np.testing.assert_array_equal(v, cache.v[1, first_row : first_row + rows, :, start : start + window])
 
 
 def test_zeros_are_two_buffers():
