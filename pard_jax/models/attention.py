@@ -11,8 +11,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pard_jax.models.precision import precision_of
 
-# A prefill chunk's. Two CPU cores read 64 tokens of SmolLM2 fastest with 512 or 1024 slots a block (docs/performance.md),
-# and a TPU's compiler keeps the scores of 256 tokens of 40 heads for so many in the chip's vector memory.
+# Slots at a time, for a prefill chunk. Two CPU cores read 64 tokens of SmolLM2 fastest with 512 or 1024, and a TPU's
+# compiler keeps the scores of 256 tokens of 40 heads for so many in the chip's vector memory (docs/performance.md).
 _BLOCK = 512
 _MANY_TOKENS = 64  # fewer a row are a decoding step's
 
