@@ -43,9 +43,10 @@ class Compiled:
     """What the compiler says of one program, in bytes of one device.
 
     Attributes:
-        needed: what the device holds while the program runs: its peak, and arguments of other programs.
+        needed: of the chip's memory: arguments, also those of other programs, temporaries, and what is returned anew.
         arguments: weights and state, in tiles; as all of the rest, None where it does not fit.
         aliased: of the arguments, what is returned in place.
+        peak: the most that is held at a time, in vector memory, too.
     """
 
     program: str
@@ -53,6 +54,7 @@ class Compiled:
     arguments: int | None = None
     temporaries: int | None = None
     aliased: int | None = None
+    peak: int | None = None
     hlo: hlo.Hlo | None = None
     seconds: float | None = None
 
@@ -190,12 +192,15 @@ def _compile(program: str, lower: Any) -> Compiled:
         return Compiled(program, needed=sizes[0])
     seconds = time.perf_counter() - begin
     memory = compiled.memory_analysis()
+    arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+    aliased = memory.alias_size_in_bytes
     return Compiled(
         program,
-        needed=memory.peak_memory_in_bytes,
-        arguments=memory.argument_size_in_bytes,
-        temporaries=memory.temp_size_in_bytes,
-        aliased=memory.alias_size_in_bytes,
+        needed=arguments + temporaries + memory.output_size_in_bytes - aliased,
+        arguments=arguments,
+        temporaries=temporaries,
+        aliased=aliased,
+        peak=memory.peak_memory_in_bytes,
         hlo=hlo.read(compiled.as_text()),
         seconds=seconds,
     )

@@ -51,6 +51,7 @@ def _as_dict(program: Compiled) -> dict[str, Any]:
         "argument_bytes": program.arguments,
         "temporary_bytes": program.temporaries,
         "alias_bytes": program.aliased,
+        "peak_bytes": program.peak,
         "compile_seconds": program.seconds,
     } | (
         {}
@@ -89,7 +90,8 @@ def table(cases: Sequence[Case]) -> Lines:
             Column("needed GiB", 10, lambda line: number(line.program.needed / _GIB, 2)),
             Column("of", 6, lambda line: number(line.result.analysis.memory_bytes / _GIB, 2)),
             Column("plan", 6, lambda line: number(line.result.analysis.plan.total_bytes / _GIB, 2)),
-            Column("args GiB", 8, lambda line: number(_scaled(line.program.arguments, _GIB), 2)),
+            Column("peak", 6, lambda line: number(_scaled(line.program.peak, _GIB), 2)),
+            Column("args", 6, lambda line: number(_scaled(line.program.arguments, _GIB), 2)),
             Column("padded", 6, lambda line: number(line.program.hlo and line.program.hlo.worst_padding, 2)),
             Column("temp MiB", 8, lambda line: number(_scaled(line.program.temporaries, _MIB), 1)),
             Column("alias MiB", 9, lambda line: number(_scaled(line.program.aliased, _MIB), 1)),

@@ -13,7 +13,6 @@ COLLECTIVES = (
     "all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute", "ragged-all-to-all",
     "reduce-scatter",
 )  # fmt: skip
-# What rearranges an array; `-start` is the asynchronous form, whose result names source and destination.
 _COPIES = ("copy", "copy-start", "transpose")
 _LAYER_SCOPE = "/mlp/"  # of the decoder: every layer has it, and nothing else does
 _SMALL = 1 << 16  # bytes; what the tiles add to smaller arguments is of no weight
@@ -48,7 +47,7 @@ class Hlo:
     Attributes:
         layers: collectives of one turn of each loop over layers, by kind.
         others: all other collectives, by kind: how often they are written, not how often they run.
-        largest_copy: bytes of the largest array that is copied or transposed.
+        largest_copy: bytes of the largest array that is copied or transposed; moves to faster memory aside.
         longest_sort: length of the longest axis that is sorted; 0 where nothing is.
         arguments: in order.
     """
@@ -84,7 +83,7 @@ def read(text: str) -> Hlo:
     return Hlo(
         layers=[_collectives(computations, reached[body]) for body in sorted(layers)],
         others=_collectives(computations, computations.keys() - within),
-        largest_copy=max((_largest(i.type) for i in every if i.opcode in _COPIES), default=0),
+        largest_copy=max((_largest(i.type) for i in every if i.opcode in _COPIES and not _only_moves(i)), default=0),
         longest_sort=max((_sorted_length(i) for i in every if i.opcode == "sort"), default=0),
         arguments=list(_arguments(text)),
     )
@@ -115,6 +114,13 @@ def _reached(computations: dict[str, list[Instruction]], root: str) -> set[str]:
 def _collectives(computations: dict[str, list[Instruction]], names: set[str]) -> dict[str, int]:
     kinds = (i.opcode.removesuffix("-start") for name in names for i in computations[name])
     return dict(sorted(collections.Counter(kind for kind in kinds if kind in COLLECTIVES).items()))
+
+
+def _only_moves(instruction: Instruction) -> bool:
+    """Whether a copy leaves the layout as it is: from one memory to another, as a prefetch into vector memory does."""
+    # The asynchronous form gives (destination, source, context).
+    arrays = [match[0] for match in _ARRAY.finditer(instruction.type)]
+    return instruction.opcode == "copy-start" and arrays[0] == arrays[1]
 
 
 def _largest(type_: str) -> int:
