@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
@@ -72,7 +73,28 @@ class KVCache:
 
 
 def _write(cache: Array, layer: Array, first_row: Array, starts: Array, new: Array) -> Array:
-    new = new.astype(cache.dtype)
+    arguments = (cache, layer, first_row, starts, new.astype(cache.dtype))
+    if new.shape[2] == 1 and first_row.ndim == 0:
+        return lax.platform_dependent(*arguments, tpu=_write_slots, default=_write_windows)
+    return _write_windows(*arguments)
+
+
+def _write_slots(cache: Array, layer: Array, first_row: Array, starts: Array, new: Array) -> Array:
+    """One slot of consecutive rows, row by row.
+
+    A TPU's compiler would put the slots of a cache that single ones are written to before the heads, and copy all of it
+    there and back (3.5 GiB of temporaries for Qwen3-1.7B with 8 rows of 4k).
+    """
+
+    def put(i: Array, cache: Array) -> Array:
+        slot = lax.dynamic_slice_in_dim(new, i, 1)
+        cache = lax.dynamic_update_slice(cache, slot[None], (layer, first_row + i, 0, starts[i], 0))
+        return with_layout_constraint(cache, Layout(major_to_minor=(0, 1, 2, 3, 4)))
+
+    return lax.fori_loop(0, new.shape[0], put, cache)
+
+
+def _write_windows(cache: Array, layer: Array, first_row: Array, starts: Array, new: Array) -> Array:
     rows = new.shape[0]
     if rows == 1 and first_row.ndim == 0:
         return lax.dynamic_update_slice(cache, new[None], (layer, first_row, 0, starts[0], 0))

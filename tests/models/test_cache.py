@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pard_jax.models import KVCache
+from pard_jax.models.cache import _write_slots
 
 L, B, M, S, H = 3, 5, 2, 24, 4
 
@@ -45,6 +46,16 @@ def test_write_equals_a_loop(layer, first_row, starts, width):
     )
     np.testing.assert_array_equal(written.k, expected[0])
     np.testing.assert_array_equal(written.v, expected[1])
+
+
+@pytest.mark.parametrize(("first_row", "starts"), [(0, [0]), (4, [S - 1]), (0, [0, 3, S - 1, 11, 9]), (2, [5, 5])])
+def test_single_slots_as_tpus_write_them(first_row, starts):
+    cache, new = random_cache(0).k, random_cache(1).k[0, : len(starts), :, :1]
+    arguments = (cache, jnp.int32(2), jnp.int32(first_row), jnp.asarray(starts, jnp.int32), new)
+    expected = np.array(cache)
+    for r, start in enumerate(starts):
+        expected[2, first_row + r, :, start] = new[r, :, 0]
+    np.testing.assert_array_equal(jax.jit(_write_slots)(*arguments), expected)
 
 
 @pytest.mark.parametrize(
