@@ -38,7 +38,10 @@ def measure(argv: Sequence[str]) -> None:
         model_shape(name)
     if args.json is not None:
         cli.check_writable(Path(args.json))
-    k = 0 if args.draft == NO_DRAFT else args.num_speculative_tokens or _K
+    k = _K if args.num_speculative_tokens is None else args.num_speculative_tokens
+    if k < 1:
+        raise ValueError(f"-k must be at least 1, got {k}; --draft {NO_DRAFT} is for decoding without")
+    k = 0 if args.draft == NO_DRAFT else k
     # Of libtpu, the compiler is all that is wanted: no TPU is opened. JAX cannot read its programs back from a cache.
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)

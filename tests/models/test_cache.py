@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pard_jax.models import KVCache
-from pard_jax.models.cache import _write_slots
+from pard_jax.models.cache import _slice_rows, _write_slots
 
 L, B, M, S, H = 3, 5, 2, 24, 4
 
@@ -79,6 +81,8 @@ def test_rows_by_their_ids(rows, starts, width):
     real = [r for r, row in enumerate(rows) if row < B]
     later, _ = written.window(jnp.int32(1), ids, len(rows), 5, jnp.int32(4))
     np.testing.assert_array_equal(later, k[:, :, 4:])
+    by_row = jax.jit(functools.partial(_slice_rows, window=5))(written.k, jnp.int32(1), ids, jnp.int32(4))
+    np.testing.assert_array_equal(by_row, later)  # as TPUs read them
     np.testing.assert_array_equal(k[np.asarray(real, int)], expected[0][1, [rows[r] for r in real], :, :9])
     np.testing.assert_array_equal(v[np.asarray(real, int)], expected[1][1, [rows[r] for r in real], :, :9])
 
