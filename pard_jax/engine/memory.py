@@ -161,15 +161,14 @@ def _plan(
     loaded = models[:1] if speculation.shares_weights else models
     weights = sum(m.num_parameters for m in loaded) * dtype.itemsize
     caches = sum(cache_bytes(m, num_rows, num_slots, dtype) for m in models)
-    # float32 scores over the vocabulary: raw, warped, probabilities and noise of the target's rows; twice for drafts.
-    scores = 4 * num_rows * target.vocab_size * (4 * (k + 1) + (2 * k if speculation.sampled else k))
+    # float32 scores over the vocabulary: the target's raw, warped, as probabilities, as noise, as a sum; the drafts'.
+    scores = 4 * num_rows * target.vocab_size * (5 * (k + 1) + (2 * k if speculation.sampled else k))
     # A wide pass takes in at most four times the tokens of a plain decoding step, so that small batches have none.
     prefill_rows = min(_MAX_PREFILL_ROWS, max(1, 4 * num_rows // chunk_size), num_rows)
     passes = ((num_rows, max(2 * k, k + 1)), (prefill_rows, chunk_size))  # rows and tokens of each: decoding, prefill
     widest = max(models, key=lambda m: m.intermediate_size)
-    activations = (
-        max(r * t for r, t in passes) * (3 * widest.intermediate_size + 6 * target.hidden_size) * dtype.itemsize
-    )
+    rows = max(r * t for r, t in passes)
+    activations = rows * (3 * widest.intermediate_size + 6 * target.hidden_size) * dtype.itemsize
     # float32 scores over the slots that a pass holds them of, and their softmax.
     heads = max(m.num_heads for m in models)
     attention = max(2 * 4 * r * t * heads * block_slots(t, num_slots) for r, t in passes)

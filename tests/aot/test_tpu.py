@@ -127,6 +127,17 @@ def test_the_plan_is_enough_and_hardly_more(case: Case) -> None:
     assert found.needed <= found.plan.total_bytes < 1.05 * found.needed
 
 
+def test_wide_prefill_copies_no_cache_either() -> None:
+    """Rows by their ids. Sampling for so many needs more memory than the bound on temporaries; it is planned for."""
+    case = ("v6e:1x1", 256, 128, 0)
+    found = analysis(*case)
+    assert found.plan.prefill_rows == 2
+    prefill, _ = found.programs
+    assert prefill.hlo is not None and prefill.hlo.largest_copy < found.cache_bytes // (2 * layers(case))
+    assert prefill.temporaries is not None and prefill.temporaries < 64 * MIB
+    assert found.needed <= found.plan.total_bytes < 1.05 * found.needed
+
+
 def test_two_collectives_a_layer() -> None:
     for program in analysis("v5e:2x2", 32768, 1, K).programs:
         assert program.hlo is not None
