@@ -18,7 +18,7 @@ import jax
 
 from pard_jax import presets, report
 from pard_jax.config import EngineConfig, SpeculativeConfig
-from pard_jax.config.engine import DTYPES, IMPLEMENTATIONS
+from pard_jax.config.engine import DTYPES, IMPLEMENTATIONS, QUANTIZATIONS
 from pard_jax.sampling_params import SamplingParams
 
 # What to do, of the commands that run an engine, when memory runs out.
@@ -63,7 +63,7 @@ class _ListPresets(argparse.Action):
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """``--model``, ``--list-presets``, ``--revision``, ``--dtype``, ``--tensor-parallel-size``."""
+    """``--model``, ``--list-presets``, ``--revision``, ``--dtype``, ``--quantization``, ``--tensor-parallel-size``."""
     group = parser.add_argument_group("model")
     add = group.add_argument
     add("--model", default=presets.DEFAULT, metavar="MODEL",
@@ -73,7 +73,15 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--revision", help="branch, tag or commit of a hub id")
     add("--dtype", default="auto", metavar="DTYPE",
         help=f"{', '.join(DTYPES)}; auto is float32 on a CPU, bfloat16 elsewhere")  # fmt: skip
+    add_quantization_argument(add)
     add("-tp", "--tensor-parallel-size", type=int, default=1, metavar="N", help="devices that share the model")
+
+
+def add_quantization_argument(add: Callable[..., Any]) -> None:
+    """``--quantization``, by a parser's or a group's ``add_argument``."""
+    add("--quantization", choices=QUANTIZATIONS,
+        help="of the weights of target and draft, as they are loaded: int8 reads half of bfloat16's bytes (default: "
+        "none)")  # fmt: skip
 
 
 def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
@@ -188,6 +196,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(
         max_model_len=args.max_model_len,
         dtype=args.dtype,
+        quantization=args.quantization,
         tensor_parallel_size=args.tensor_parallel_size,
         gpu_memory_utilization=args.gpu_memory_utilization,
         prefill_chunk_size=args.prefill_chunk_size,

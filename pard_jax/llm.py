@@ -38,6 +38,8 @@ class LLM:
         max_model_len: prompt and output tokens of one request; None for the model's own limit, or what fits.
         max_num_seqs: requests that run at once. Every step computes all of these rows.
         dtype: "auto" (float32 on CPU, bfloat16 elsewhere), "float32", "bfloat16" or "float16".
+        quantization: "int8" quantizes the weights of target and draft as they are loaded, with a scale for each output
+            channel; the draft's alone by the key of that name in ``speculative_config`` ("int8" or "none").
         seed: of requests that bring none; None for different samples in every run.
         gpu_memory_utilization: the share of the device's memory to plan for.
         revision: of a hub id.
@@ -57,6 +59,7 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = 8,
         dtype: str = "auto",
+        quantization: str | None = None,
         seed: int | None = 0,
         gpu_memory_utilization: float = 0.9,
         revision: str | None = None,
@@ -68,6 +71,7 @@ class LLM:
                 max_model_len=max_model_len,
                 max_num_seqs=max_num_seqs,
                 dtype=dtype,
+                quantization=quantization,
                 tensor_parallel_size=tensor_parallel_size,
                 gpu_memory_utilization=gpu_memory_utilization,
                 seed=seed,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from pard_jax.config import EngineConfig, ModelConfig, SpeculativeConfig, extra_slots
+from pard_jax.config.engine import resolve_quantization
 from pard_jax.config.model import MASK_TOKEN_KEYS
 from pard_jax.decoding.drafters import Drafter, NgramDrafter, NoDrafter, PardDrafter, SequentialDrafter
 from pard_jax.decoding.drafters.model import ModelDrafter
@@ -41,6 +42,8 @@ class Settings:
     plan: MemoryPlan
     config: ModelConfig
     drafter: Drafter
+    quantization: str | None = None  # of the target's weights
+    draft_quantization: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +92,8 @@ class Parts:
         if speculative is not None and speculative.model is not None:
             assert isinstance(settings.drafter, ModelDrafter)
             draft = settings.drafter.config
-        speculation = _speculation(speculative, draft, self.params.get("draft") is self.params["target"])
+        shared = self.params.get("draft") is self.params["target"]
+        speculation = _speculation(speculative, draft, shared, settings.draft_quantization)
         engine = dataclasses.replace(self.engine_config, max_num_seqs=max_num_seqs)
         # Less is needed than was planned for, so this plan fits, whatever the device has left by now.
         plan = plan_memory(
@@ -173,13 +177,16 @@ def load_engine(
 
     tokenizer = load_tokenizer(directory) if tokenizer is None else tokenizer
     generation = load_generation_config(directory)
-    shared_weights = draft_directory is not None and draft_directory.resolve() == directory.resolve()
-    if draft_directory is not None and draft_config is not None and speculative is not None and not shared_weights:
+    quantization = engine_config.quantization
+    draft_quantization = None if speculative is None else resolve_quantization(speculative.quantization, quantization)
+    itself = draft_directory is not None and draft_directory.resolve() == directory.resolve()
+    shared_weights = itself and draft_quantization == quantization
+    if draft_directory is not None and draft_config is not None and speculative is not None and not itself:
         draft_tokenizer = load_tokenizer(draft_directory)
         mask = _mask_token_id(speculative, draft_config) if speculative.drafter == "pard" else None
         check_same_vocabulary(tokenizer, draft_tokenizer, config.vocab_size, draft_config.vocab_size, mask)
 
-    speculation = _speculation(speculative, draft_config, shared_weights)
+    speculation = _speculation(speculative, draft_config, shared_weights, draft_quantization)
     memory = device_memory(device)
     plan = plan_memory(config, engine_config, speculation, dtype=dtype, chunk_size=chunk_size, memory_bytes=memory)
     if memory is None:
@@ -191,11 +198,12 @@ def load_engine(
         )
     drafter = make_drafter(speculative, config, draft_config, plan.max_model_len, implementation)
 
-    params = {"target": load_params(directory, config, dtype=dtype, mesh=mesh, progress=progress)}
+    common: dict[str, Any] = {"dtype": dtype, "mesh": mesh, "progress": progress}
+    params = {"target": load_params(directory, config, **common, quantization=quantization)}
     if shared_weights:
         params["draft"] = params["target"]
     elif draft_directory is not None and draft_config is not None:
-        params["draft"] = load_params(draft_directory, draft_config, dtype=dtype, mesh=mesh, progress=progress)
+        params["draft"] = load_params(draft_directory, draft_config, **common, quantization=draft_quantization)
 
     settings = Settings(
         model=directory,
@@ -209,6 +217,8 @@ def load_engine(
         plan=plan,
         config=config,
         drafter=drafter,
+        quantization=quantization,
+        draft_quantization=draft_quantization,
     )
     parts = Parts(
         settings,
@@ -310,7 +320,12 @@ def _mask_token_id(speculative: SpeculativeConfig, draft: ModelConfig) -> int:
     return mask
 
 
-def _speculation(speculative: SpeculativeConfig | None, draft: ModelConfig | None, shares_weights: bool) -> Speculation:
+def _speculation(
+    speculative: SpeculativeConfig | None,
+    draft: ModelConfig | None,
+    shares_weights: bool,
+    draft_quantization: str | None,
+) -> Speculation:
     if speculative is None:
         return Speculation()
     k = speculative.num_speculative_tokens
@@ -318,6 +333,7 @@ def _speculation(speculative: SpeculativeConfig | None, draft: ModelConfig | Non
         num_speculative_tokens=k,
         extra_slots=extra_slots(speculative.method, speculative.parallel_drafting, k),
         draft=draft,
+        draft_quantization=draft_quantization,
         shares_weights=shares_weights,
         sampled=speculative.draft_sample_method == "probabilistic",
     )

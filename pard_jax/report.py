@@ -15,6 +15,7 @@ from pard_jax.decoding.drafters.model import ModelDrafter
 from pard_jax.engine.memory import device_memory
 from pard_jax.engine.metrics import AcceptanceStats
 from pard_jax.loading import Settings
+from pard_jax.models import param_bytes
 from pard_jax.outputs import RequestOutput
 from pard_jax.xla_flags import add_xla_flags
 
@@ -108,10 +109,12 @@ def describe_settings(settings: Settings, num_slots: int, tensor_parallel_size: 
     if isinstance(drafter := settings.drafter, ModelDrafter):
         kind = "sampled" if drafter.sampled else "greedy"
         speculation += (
-            f", {kind} drafts of {settings.draft_model} ({drafter.config.family}, {_millions(drafter.config)})"
+            f", {kind} drafts of {settings.draft_model} ({drafter.config.family}, {_millions(drafter.config)}"
+            f"{_weights(settings.draft_quantization)})"
         )
     return (
-        f"model        {settings.model} ({config.family}, {_millions(config)}), {settings.dtype.name}, "
+        f"model        {settings.model} ({config.family}, {_millions(config)}{_weights(settings.quantization)}), "
+        f"{settings.dtype.name}, "
         f"tensor_parallel_size={tensor_parallel_size}\n"
         f"speculation  {speculation}\n"
         f"engine       {num_slots} slot{'s' * (num_slots > 1)}, max_model_len={plan.max_model_len}, "
@@ -157,17 +160,19 @@ def step_bytes(settings: Settings) -> int:
     """Bytes of weights that one step reads, over all devices: the target's once, the draft's once a pass."""
     drafter = settings.drafter
     passes = settings.num_speculative_tokens if settings.method == "draft_model" else 1
-    draft = pass_bytes(drafter.config, settings.dtype) if isinstance(drafter, ModelDrafter) else 0
-    return pass_bytes(settings.config, settings.dtype) + passes * draft
+    draft = 0
+    if isinstance(drafter, ModelDrafter):
+        draft = pass_bytes(drafter.config, settings.dtype, settings.draft_quantization)
+    return pass_bytes(settings.config, settings.dtype, settings.quantization) + passes * draft
 
 
-def pass_bytes(config: ModelConfig, dtype: Any) -> int:
+def pass_bytes(config: ModelConfig, dtype: Any, quantization: str | None = None) -> int:
     """Bytes of weights that one pass reads, over all devices.
 
     Of an embedding table that is no head, a pass reads a few rows only; it is left out.
     """
     table = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    return (config.num_parameters - table) * dtype.itemsize
+    return param_bytes(config, dtype, quantization) - table * dtype.itemsize
 
 
 def peak_memory() -> int | None:
@@ -275,6 +280,10 @@ def _acceptance(output: RequestOutput) -> dict[str, Any]:
 
 def _millions(config: ModelConfig) -> str:
     return f"{config.num_parameters / 1e6:.1f} M parameters"
+
+
+def _weights(quantization: str | None) -> str:
+    return "" if quantization is None else f" in {quantization}"
 
 
 def _gib(size: int) -> str:

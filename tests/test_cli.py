@@ -92,13 +92,19 @@ def test_sampling() -> None:
 def test_engine() -> None:
     assert cli.engine_config(parse()) == EngineConfig()
     argv = (
-        "--dtype bf16 -tp 2 --max-model-len 100 --max-num-seqs 3 --gpu-memory-utilization 0.5 --prefill-chunk-size 32 "
-        "--steps-per-dispatch 4"
+        "--dtype bf16 --quantization int8 -tp 2 --max-model-len 100 --max-num-seqs 3 --gpu-memory-utilization 0.5 "
+        "--prefill-chunk-size 32 --steps-per-dispatch 4"
     )
     assert cli.engine_config(parse(*argv.split())) == EngineConfig(
-        dtype="bfloat16", tensor_parallel_size=2, max_model_len=100, max_num_seqs=3, gpu_memory_utilization=0.5,
-        prefill_chunk_size=32, steps_per_dispatch=4,
+        dtype="bfloat16", quantization="int8", tensor_parallel_size=2, max_model_len=100, max_num_seqs=3,
+        gpu_memory_utilization=0.5, prefill_chunk_size=32, steps_per_dispatch=4,
     )  # fmt: skip
+
+
+def test_quantization() -> None:
+    assert cli.engine_config(parse("--quantization", "none")) == EngineConfig(quantization="none") == EngineConfig()
+    with pytest.raises(ValueError, match="--quantization: invalid choice: 'fp8'"):
+        parse("--quantization", "fp8")
 
 
 def test_flags_are_not_abbreviated() -> None:

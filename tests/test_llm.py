@@ -15,6 +15,7 @@ from pard_jax import LLM, Logprob, RequestOutput, SamplingParams, SpeculativeCon
 from pard_jax.config import EngineConfig
 from pard_jax.loading import load_engine
 from pard_jax.outputs import RequestSpecMetrics
+from pard_jax.weights import load_params
 from tests.helpers.engine import (
     DRAFT_LIMIT,
     TARGET_LIMIT,
@@ -24,6 +25,7 @@ from tests.helpers.engine import (
     save_pair,
     tokens_of,
 )
+from tests.helpers.models import full_forward, stands_for
 
 # A user's script for vLLM, with the calls and keys of its documentation's offline PARD example
 # (docs/features/speculative_decoding/parallel_draft_model.md).
@@ -303,6 +305,7 @@ def test_arguments_that_are_refused(pair):
     target = str(pair.target)
     for keys, message in [
         ({"foo": 1}, "LLM: got an unexpected keyword argument 'foo'"),
+        ({"quantization": "int4"}, "quantization='int4' is not supported; choose 'int8', or 'none' to keep"),
         ({"dtype": "int8"}, "dtype='int8' is not supported; choose one of auto, float32, bfloat16, float16"),
         ({"max_num_seqs": 0}, "max_num_seqs=0; expected a whole number of at least 1"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5"),
@@ -362,6 +365,25 @@ def test_speculation_can_be_turned_off(pair):
     (output,) = llm.generate([IDS], greedy(max_tokens=12))
     assert len(output.outputs[0].token_ids) == 12 and pair.is_greedy(IDS, output.outputs[0].token_ids)
     assert output.metrics.speculative_decoding is None and llm.engine.num_steps == 12
+
+
+def test_int8_weights_speak_as_what_they_stand_for(pair):
+    """With drafts by int8 weights and without any, on two devices."""
+    speculative = {"model": str(pair.draft), "num_speculative_tokens": 3, "parallel_drafting": True}
+    common: dict[str, Any] = {"tensor_parallel_size": 2, "max_model_len": 60, "max_num_seqs": 2}
+    llm = LLM(str(pair.target), quantization="int8", speculative_config=speculative, **common)
+    config = llm.settings.config
+    forward = full_forward(
+        config, stands_for(load_params(pair.target, config, dtype="float32", quantization="int8")), 60
+    )
+    prompts = [IDS, [9]]
+    drafted = tokens_of(llm.generate(prompts, greedy(max_tokens=50)))
+    assert sum(llm.engine.acceptance.acceptance_histogram[1:]) > 0
+    llm.disable_speculation()
+    assert tokens_of(llm.generate(prompts, greedy(max_tokens=50))) == drafted
+    for prompt, output in zip(prompts, drafted, strict=True):
+        assert len(output) == 50
+        assert forward([*prompt, *output]).argmax(axis=-1)[len(prompt) - 1 : -1].tolist() == output
 
 
 # -- two devices --------------------------------------------------------------------------------------------------

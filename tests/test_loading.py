@@ -16,6 +16,7 @@ from pard_jax import loading
 from pard_jax.config import EngineConfig, SpeculativeConfig
 from pard_jax.decoding.drafters import NgramDrafter, NoDrafter, PardDrafter, SequentialDrafter
 from pard_jax.engine.memory import NotEnoughMemoryError
+from pard_jax.int8 import Int8Matrix
 from pard_jax.loading import Loaded, load_engine
 from pard_jax.tokenizer import load_tokenizer
 from pard_jax.weights import load_params
@@ -123,6 +124,37 @@ def test_a_target_that_drafts_for_itself_is_read_once(pair, monkeypatch):
     alone = load(pair.target).settings.plan
     assert loaded.settings.plan.weight_bytes == alone.weight_bytes
     assert loaded.settings.plan.cache_bytes > 1.9 * alone.cache_bytes
+
+
+def held(params: dict[str, Any]) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize(("drafts", "expected"), [({}, "int8"), ({"quantization": "none"}, None)])
+def test_the_draft_is_quantized_as_the_target_is_unless_it_is_told_otherwise(pair, drafts, expected):
+    """And the plan counts the bytes that are held."""
+    loaded = load(pair.target, pard(pair.draft, **drafts), quantization="int8")
+    settings, params = loaded.settings, loaded.engine._params
+    assert (settings.quantization, settings.draft_quantization) == ("int8", expected)
+    assert isinstance(params["target"]["lm_head"], Int8Matrix)
+    assert isinstance(params["draft"]["lm_head"], Int8Matrix) is (expected == "int8")
+    assert settings.plan.weight_bytes == held(params)
+    plain = loaded.parts.without_speculation().settings
+    assert plain.quantization == "int8" and plain.plan.weight_bytes == held(params["target"])
+    again = loaded.parts.configured(SpeculativeConfig.from_dict(pard(pair.draft)), 2).settings
+    assert again.plan.weight_bytes == held(params)
+
+
+def test_a_target_drafts_for_itself_with_fewer_bytes(pair):
+    """The same checkpoint, read twice, since the two are not the same weights."""
+    loaded = load(pair.target, pard(pair.target, mask_token_id=301, quantization="int8"))
+    params = loaded.engine._params
+    assert not isinstance(params["target"]["lm_head"], Int8Matrix) and isinstance(
+        params["draft"]["lm_head"], Int8Matrix
+    )
+    assert loaded.settings.plan.weight_bytes == held(params)
+    same = load(pair.target, pard(pair.target, mask_token_id=301), quantization="int8").engine._params
+    assert same["draft"] is same["target"] and isinstance(same["draft"]["lm_head"], Int8Matrix)
 
 
 def test_synthetic_rates_reach_the_engine(pair):

@@ -53,11 +53,11 @@ def run(outputs: list[RequestOutput], **changes: Any) -> report.Run:
     return report.Run(**values | changes)
 
 
-def read_bytes(config: ModelConfig, itemsize: int) -> int:
-    params = dict(abstract_params(config, jnp.float32))
+def read_bytes(config: ModelConfig, dtype: Any, quantization: str | None = None) -> int:
+    params = dict(abstract_params(config, dtype, quantization=quantization))
     if not config.tie_word_embeddings:
         del params["embed"]  # looked up, not multiplied by
-    return sum(leaf.size for leaf in jax.tree.leaves(params)) * itemsize
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -67,7 +67,7 @@ def test_step_bytes(tied: bool) -> None:
     common: dict[str, Any] = {
         "num_speculative_tokens": 3, "config": draft, "target_vocab_size": 128, "max_model_len": 64,
     }  # fmt: skip
-    ours, theirs = read_bytes(target, 2), read_bytes(draft, 2)
+    ours, theirs = read_bytes(target, jnp.bfloat16), read_bytes(draft, jnp.bfloat16)
     for method, drafter, expected in [
         ("none", NoDrafter(), ours),
         ("ngram", NgramDrafter(num_speculative_tokens=3, max_n=3, min_n=1), ours),
@@ -75,6 +75,12 @@ def test_step_bytes(tied: bool) -> None:
         ("draft_model", SequentialDrafter(**common), ours + 3 * theirs),
     ]:
         assert report.step_bytes(settings(method, drafter, target, "bfloat16")) == expected, method
+    # Each model's weights are quantized, or not, by themselves.
+    mixed = dataclasses.replace(settings("pard", PardDrafter(**common, mask_token_id=127), target), quantization="int8")
+    ours = read_bytes(target, jnp.float32, "int8")
+    assert report.step_bytes(mixed) == ours + read_bytes(draft, jnp.float32)
+    mixed = dataclasses.replace(mixed, draft_quantization="int8")
+    assert report.step_bytes(mixed) == ours + read_bytes(draft, jnp.float32, "int8")
 
 
 def test_summary() -> None:
@@ -85,7 +91,7 @@ def test_summary() -> None:
     drafter = NgramDrafter(num_speculative_tokens=2, max_n=3, min_n=1)
     about = settings("ngram", drafter, target)
     lines = report.summarize(run([output([3] * 5), output([3] * 4)], acceptance=stats), about).splitlines()
-    rate = read_bytes(target, 4) * 5 / 2.0 / 1e9
+    rate = read_bytes(target, jnp.float32) * 5 / 2.0 / 1e9
     assert lines[0].endswith("9 tokens in 6 steps, 4.00 s: 2.2 tokens/s; time to first token 0.500 s on average")
     assert f"{rate:.2f} GB/s" in lines[1] and "x 5 steps / 2.00 s" in lines[1]
     assert lines[2].endswith(

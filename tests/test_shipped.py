@@ -100,7 +100,7 @@ def run(target: str, draft: str, prompts: list[list[dict[str, str]]], k: int) ->
 def test_the_demo_pair_speaks_english_and_its_draft_is_right_now_and_then():
     prompts = [[{"role": "user", "content": p.text}] for p in generate_prompts(6, seed=11, held_out=True)]
     length, texts = run("demo", "demo", prompts, 8)
-    assert length > 1.8, length
+    assert length > 2.3, length
     words = [word.strip(".,!?\"'").lower() for text in texts for word in text.split()]
     assert len(words) > 100
     common = {"the", "a", "and", "to", "of", "in", "is", "it", "was", "that", "with", "they", "for", "are"}
@@ -113,4 +113,4 @@ def test_the_smollm2_draft_on_everyday_prompts(smollm2_dir):
     prompts = read_prompts([], str(ROOT / "pard_jax" / "bench" / "prompts" / "chat.jsonl"), 10)
     messages = [[{"role": "user", "content": prompt.given}] for prompt in prompts]
     length, _ = run(str(smollm2_dir), str(SMOLLM2.draft), messages, 8)
-    assert length > 1.8, length
+    assert length > 2.0, length

@@ -110,12 +110,13 @@ def _setup(case: Case, args: argparse.Namespace, mesh: Mesh) -> Setup:
     target = model_shape(case.target)
     draft = None if args.draft == NO_DRAFT else model_shape(args.draft)
     check_divisible(mesh.size, [model for model in (target, draft) if model is not None])
+    dtype, quantization = WEIGHTS[case.weights]
     _, chunk_size, num_steps = by_platform(EngineConfig(max_num_seqs=args.batch), mesh.devices.flat[0])
     return Setup(
         target=target,
         draft=draft,
         mask_token_id=mask_token_id(args.mask_token_id, target, draft),
-        dtype=jnp.dtype(WEIGHTS[case.weights]),
+        dtype=jnp.dtype(dtype),
         implementation="xla",
         specialize=False,  # the program for any request, which needs the most
         chunk_size=chunk_size,
@@ -124,4 +125,5 @@ def _setup(case: Case, args: argparse.Namespace, mesh: Mesh) -> Setup:
         context=case.cache,
         memory_bytes=None,  # whether it fits is for the compiler to say
         mesh=mesh,
+        quantization=quantization,
     )

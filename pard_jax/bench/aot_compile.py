@@ -22,8 +22,8 @@ from pard_jax.engine.memory import MemoryPlan
 from pard_jax.models import KVCache, abstract_params, make_mesh
 from pard_jax.models.sharding import cache_sharding, replicated
 
-# Kinds of weights, by the dtype that activations and caches have beside them.
-WEIGHTS = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
+# Kinds of weights: the dtype that they, activations and caches have, and the quantization of weights beside it.
+WEIGHTS = {"bfloat16": (jnp.bfloat16, None), "int8": (jnp.bfloat16, "int8"), "float32": (jnp.float32, None)}
 PROGRAMS = ("prefill", "decode")
 
 _ENVIRONMENT = {
@@ -146,7 +146,10 @@ def analyse(setup: Setup, num_rows: int, k: int, memory_bytes: int) -> Analysis:
         jax.eval_shape(lambda: init_state(setup.target, drafter, num_rows, plan.num_slots, setup.dtype)), setup.mesh
     )
     models = {"target": setup.target} | ({"draft": setup.draft} if k and setup.draft is not None else {})
-    params = {name: abstract_params(model, setup.dtype, setup.mesh) for name, model in models.items()}
+    params = {
+        name: abstract_params(model, setup.dtype, setup.mesh, quantization=setup.quantization)
+        for name, model in models.items()
+    }
     programs = Programs(
         setup.target,
         drafter,

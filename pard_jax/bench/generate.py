@@ -16,7 +16,7 @@ from pard_jax.bench import ours, peers, plot
 from pard_jax.bench.flags import numbers
 from pard_jax.bench.outcome import Outcome
 from pard_jax.bench.result import Measurement
-from pard_jax.bench.workload import Workload, encode_groups, read_groups
+from pard_jax.bench.workload import Workload, add_prompt_arguments, encode_groups, read_groups
 from pard_jax.config import EngineConfig, ModelConfig
 from pard_jax.presets import DEFAULT, fill_preset, resolve_draft, resolve_target
 from pard_jax.tokenizer import load_tokenizer
@@ -49,7 +49,7 @@ def measure(argv: Sequence[str]) -> None:
         if method in ours.METHODS
         for k in args.num_speculative_tokens[: 1 if method in UNDRAFTED else None]
     ]
-    engine = EngineConfig(max_model_len=args.max_model_len, dtype=args.dtype)
+    engine = EngineConfig(max_model_len=args.max_model_len, dtype=args.dtype, quantization=args.quantization)
     parts = ours.load(directory, engine, args.max_num_seqs, [s for _, s in speculations], tokenizer)
 
     outcome = Outcome(args, workloads)
@@ -66,16 +66,7 @@ def measure(argv: Sequence[str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = cli.Parser(prog="python -m pard_jax.bench generate", description=__doc__)
-    add = parser.add_argument_group("prompts").add_argument
-    add("texts", nargs="*", metavar="PROMPT", help='prompts; "-" for stdin')
-    add("--prompts", nargs="+", action="extend", metavar="FILE",
-        help="text, a prompt a line, or .jsonl as pard_jax.generate takes it; several are reported one by one and in "
-        "total")  # fmt: skip
-    add("--limit", type=int, metavar="N", help="the first N prompts of each file")
-    add("--raw", action="store_true", help="complete the text as it stands, without the chat template")
-    add("--chat-template", dest="raw", action="store_false", default=False,
-        help="put text through the chat template, if there is one (the default)")  # fmt: skip
-    add("--no-thinking", action="store_true", help="tell the chat template enable_thinking=False")
+    add = add_prompt_arguments(parser, files="several are reported one by one and in total")
     add("--context", type=numbers, metavar="N,...",
         help="make every prompt N tokens long: its tokens are repeated, and cut at the beginning; n-grams profit from "
         "the repetition (default: as they are)")  # fmt: skip
@@ -85,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"of the methods {', '.join(DRAFTED)} (default: the preset's, where --model is one)")  # fmt: skip
     add("--mask-token-id", type=int, metavar="ID", help="of pard, where the draft's config.json names none")
     add("--dtype", default="auto", help="of our methods (default: auto)")
+    cli.add_quantization_argument(add)
     add("--transformers-dtypes", type=_names, default=["float32", "bfloat16"], metavar="DTYPE,...",
         help="of transformers' methods, each in all of them (default: float32,bfloat16)")  # fmt: skip
     add = parser.add_argument_group("measurement").add_argument

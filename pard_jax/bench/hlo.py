@@ -13,7 +13,7 @@ COLLECTIVES = (
     "all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute", "ragged-all-to-all",
     "reduce-scatter",
 )  # fmt: skip
-_COPIES = ("copy", "copy-start", "transpose")
+_COPIES = ("copy", "copy-start")  # a transpose may be a matter of names: where it is not, it is a copy by now
 _LAYER_SCOPE = "/mlp/"  # of the decoder: every layer has it, and nothing else does
 _SMALL = 1 << 16  # bytes; what the tiles add to smaller arguments is of no weight
 
@@ -47,7 +47,7 @@ class Hlo:
     Attributes:
         layers: collectives of one turn of each loop over layers, by kind.
         others: all other collectives, by kind: how often they are written, not how often they run.
-        largest_copy: bytes of the largest array that is copied or transposed; moves to faster memory aside.
+        largest_copy: bytes of the largest array that is copied into another order; moves to faster memory aside.
         longest_sort: length of the longest axis that is sorted; 0 where nothing is.
         arguments: in order.
     """

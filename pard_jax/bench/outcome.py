@@ -82,5 +82,6 @@ class Outcome:
         return (
             f"{args.model}: {sum(self._report['num_prompts'].values())} prompt(s), {tokens} tokens{fitted}, "
             f"{args.max_tokens} new tokens each{'' if args.ignore_eos else ' at most'}, greedy, batch {batches}, "
+            f"{'' if args.quantization in (None, 'none') else f'our weights in {args.quantization}, '}"
             f"median of {args.repeats}"
         )

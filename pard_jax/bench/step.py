@@ -48,9 +48,10 @@ def measure(argv: Sequence[str]) -> None:
 
     env = environment.describe()
     title = f"{args.target}{'' if setup.draft is None else f' + {args.draft}'}"
+    weights = "random weights" if setup.quantization is None else f"random weights in {setup.quantization}"
     print(
-        f"{title}: random weights, {setup.dtype.name}, {setup.implementation}, context {setup.context} of "
-        f"{setup.cache}, {setup.num_steps} steps a dispatch, median of {args.repeats}\n{environment.in_a_line(env)}"
+        f"{title}: {weights}, {setup.dtype.name}, {setup.implementation}, context {setup.context} of {setup.cache}, "
+        f"{setup.num_steps} steps a dispatch, median of {args.repeats}\n{environment.in_a_line(env)}"
     )
     copied = copy_rate(_copy_bytes(device), args.repeats)
     print(f"device copy: {copied.median / 1e9:.1f} GB/s, read and written\n")
@@ -90,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--mask-token-id", type=int, metavar="ID",
         help="of the draft (default: its config.json's, or the target's last id)")  # fmt: skip
     add("--dtype", default="auto", help="(default: auto: float32 on a CPU, bfloat16 elsewhere)")
+    cli.add_quantization_argument(add)
     add("--implementation", choices=IMPLEMENTATIONS, default="auto",
         help="of decoding passes (default: auto: our kernels on one NVIDIA GPU in 16 bits)")  # fmt: skip
     add = parser.add_argument_group("sizes").add_argument
@@ -137,7 +139,7 @@ def _setup(args: argparse.Namespace, device: Any) -> Setup:
     if args.num_speculative_tokens is None:
         args.num_speculative_tokens = [] if draft is None else _KS
     cache = args.cache or min(_CACHE, target.max_position_embeddings)
-    engine = EngineConfig(dtype=args.dtype, implementation=args.implementation)
+    engine = EngineConfig(dtype=args.dtype, implementation=args.implementation, quantization=args.quantization)
     dtype, chunk_size, _ = by_platform(engine, device)
     mesh = make_mesh(1)
     return Setup(
@@ -153,15 +155,17 @@ def _setup(args: argparse.Namespace, device: Any) -> Setup:
         context=args.context or min(_CONTEXT, cache // 2),
         memory_bytes=device_memory(device),
         mesh=mesh,
+        quantization=engine.quantization,
     )
 
 
 def _measure(
     setup: Setup, cases: Sequence[tuple[int, int]], args: argparse.Namespace
 ) -> Iterator[tuple[int, int, Measured]]:
-    params = {"target": init_params(setup.target, dtype=setup.dtype, mesh=setup.mesh)}
+    common: dict[str, Any] = {"dtype": setup.dtype, "mesh": setup.mesh, "quantization": setup.quantization}
+    params = {"target": init_params(setup.target, **common)}
     if setup.draft is not None:
-        params["draft"] = init_params(setup.draft, dtype=setup.dtype, mesh=setup.mesh, seed=1)
+        params["draft"] = init_params(setup.draft, **common, seed=1)
     jax.block_until_ready(params)
     for batch, k in cases:
         used = params if k else {"target": params["target"]}

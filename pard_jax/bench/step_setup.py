@@ -27,6 +27,7 @@ class Setup:
         cache: tokens that a row may hold: the engine's ``max_model_len``.
         context: tokens that every row holds when a dispatch begins.
         num_steps: steps of a dispatch.
+        quantization: of both models' weights: "int8" or None.
         specialize: compile for greedy requests alone, as the engine does off the CPU.
     """
 
@@ -42,6 +43,7 @@ class Setup:
     context: int
     memory_bytes: int | None
     mesh: Mesh
+    quantization: str | None = None
 
     def check(self, num_rows: int, k: int) -> None:
         """Refuse what does not fit.
@@ -70,8 +72,13 @@ class Setup:
         """The sizes that the engine would choose."""
         return plan_memory(
             self.target,
-            EngineConfig(max_model_len=self.cache, max_num_seqs=num_rows, tensor_parallel_size=self.mesh.size),
-            Speculation(k, k, self.draft) if k else Speculation(),
+            EngineConfig(
+                max_model_len=self.cache,
+                max_num_seqs=num_rows,
+                tensor_parallel_size=self.mesh.size,
+                quantization=self.quantization,
+            ),
+            Speculation(k, k, self.draft, self.quantization) if k else Speculation(),
             dtype=self.dtype,
             chunk_size=self.chunk_size,
             memory_bytes=self.memory_bytes,
@@ -85,7 +92,10 @@ class Setup:
     def step_bytes(self, num_rows: int, k: int) -> int:
         """Bytes that a step has to read: weights once (:func:`pard_jax.report.pass_bytes`), live keys and values."""
         models = [m for m in (self.target, self.draft if k else None) if m is not None]
-        return sum(pass_bytes(m, self.dtype) + cache_bytes(m, num_rows, self.context, self.dtype) for m in models)
+        return sum(
+            pass_bytes(m, self.dtype, self.quantization) + cache_bytes(m, num_rows, self.context, self.dtype)
+            for m in models
+        )
 
 
 def check_draft_flags(args: argparse.Namespace) -> None:

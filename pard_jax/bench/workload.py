@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from pard_jax.prompts import STDIN, Prompt, encode_prompt, read_prompts
 from pard_jax.tokenizer import Tokenizer
@@ -28,6 +29,23 @@ class Workload:
         for name, prompts in self.groups.items():
             for i in range(0, len(prompts), size):
                 yield name, prompts[i : i + size]
+
+
+def add_prompt_arguments(parser: argparse.ArgumentParser, *, files: str) -> Callable[..., Any]:
+    """The flags that say what the prompts are, in a group of their own, whose ``add_argument`` is returned.
+
+    ``files`` says what becomes of several files.
+    """
+    add = parser.add_argument_group("prompts").add_argument
+    add("texts", nargs="*", metavar="PROMPT", help='prompts; "-" for stdin')
+    add("--prompts", nargs="+", action="extend", metavar="FILE",
+        help=f"text, a prompt a line, or .jsonl as pard_jax.generate takes it; {files}")  # fmt: skip
+    add("--limit", type=int, metavar="N", help="the first N prompts of each file")
+    add("--raw", action="store_true", help="complete the text as it stands, without the chat template")
+    add("--chat-template", dest="raw", action="store_false", default=False,
+        help="put text through the chat template, if there is one (the default)")  # fmt: skip
+    add("--no-thinking", action="store_true", help="tell the chat template enable_thinking=False")
+    return add
 
 
 def read_groups(texts: Sequence[str], files: Sequence[str] | None, limit: int | None) -> dict[str, list[Prompt]]:

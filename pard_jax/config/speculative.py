@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
+from pard_jax.config.engine import resolve_quantization
+
 MAX_SPEC_LEN = 128  # vllm/v1/sample/rejection_sampler.py
 SUPPORTED_METHODS = ("draft_model", "ngram")
 # vLLM's other methods: known by name, so that asking for one is told apart from a misspelt name.
@@ -48,7 +50,6 @@ UNSUPPORTED_KEYS: dict[str, Any] = {
     "kv_cache_dtype": None,
     "moe_backend": None,
     "num_speculative_tokens_per_batch_size": None,
-    "quantization": None,
     "suffix_decoding_max_cached_requests": 10000,
     "suffix_decoding_max_spec_factor": 1.0,
     "suffix_decoding_max_tree_depth": 24,
@@ -65,6 +66,7 @@ _TYPES: dict[str, type] = {
     "draft_tensor_parallel_size": int,
     "max_model_len": int,
     "revision": str,
+    "quantization": str,
     "draft_sample_method": str,
     "rejection_sample_method": str,
     "synthetic_acceptance_rates": list,
@@ -93,6 +95,8 @@ class SpeculativeConfig:
             :meth:`check_tensor_parallel_size`.
         max_model_len: the longest sequence the draft is asked about, in tokens; None for what both models allow.
         revision: branch, tag or commit of ``model`` on the hub.
+        quantization: of the draft's weights: "int8" or "none"; None for the target's. (In vLLM, a draft is quantized
+            only where its own checkpoint or this key says so.)
         draft_sample_method: "greedy" (argmax drafts, verified as one-hot) or "probabilistic".
         rejection_sample_method: "standard", or "synthetic": accept at given rates whatever the models say.
         synthetic_acceptance_rates: chance that the first i+1 drafts are all accepted, i < K; synthetic only.
@@ -113,6 +117,7 @@ class SpeculativeConfig:
     draft_tensor_parallel_size: int | None = None
     max_model_len: int | None = None
     revision: str | None = None
+    quantization: str | None = None
     draft_sample_method: str = "greedy"
     rejection_sample_method: str = "standard"
     synthetic_acceptance_rates: Sequence[float] | None = None
@@ -212,6 +217,7 @@ class SpeculativeConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        resolve_quantization(self.quantization)
         if self.mask_token_id is not None and self.mask_token_id < 0:
             raise ValueError(f"mask_token_id must not be negative, got {self.mask_token_id}")
 
@@ -262,7 +268,7 @@ class SpeculativeConfig:
             raise ValueError(
                 "parallel_drafting is only compatible with EAGLE and draft model methods, not with 'ngram'"
             )
-        for name in ("draft_tensor_parallel_size", "max_model_len", "revision", "mask_token_id"):
+        for name in ("draft_tensor_parallel_size", "max_model_len", "revision", "quantization", "mask_token_id"):
             if (value := getattr(self, name)) is not None:
                 raise ValueError(f"{name}={value!r} describes a draft model, which method 'ngram' does not have")
         if self.draft_sample_method != "greedy":

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import psutil
 
 from pard_jax.config import EngineConfig, ModelConfig
+from pard_jax.models import param_bytes
 from pard_jax.models.attention import block_slots
 
 _GIB = 1 << 30
@@ -29,6 +30,7 @@ class Speculation:
     num_speculative_tokens: int = 0  # K
     extra_slots: int = 0  # of the slot table (config/speculative.py)
     draft: ModelConfig | None = None
+    draft_quantization: str | None = None
     shares_weights: bool = False  # the draft is the target itself, loaded once
     sampled: bool = False
 
@@ -158,8 +160,9 @@ def _plan(
         windows.append(window)
         window *= 2
     models = [m for m in (target, speculation.draft) if m is not None]
-    loaded = models[:1] if speculation.shares_weights else models
-    weights = sum(m.num_parameters for m in loaded) * dtype.itemsize
+    weights = param_bytes(target, dtype, engine.quantization)
+    if speculation.draft is not None and not speculation.shares_weights:
+        weights += param_bytes(speculation.draft, dtype, speculation.draft_quantization)
     caches = sum(cache_bytes(m, num_rows, num_slots, dtype) for m in models)
     # float32 scores over the vocabulary: the target's raw, warped, as probabilities, as noise, as a sum; the drafts'.
     scores = 4 * num_rows * target.vocab_size * (5 * (k + 1) + (2 * k if speculation.sampled else k))
@@ -169,6 +172,9 @@ def _plan(
     widest = max(models, key=lambda m: m.intermediate_size)
     rows = max(r * t for r, t in passes)
     activations = rows * (3 * widest.intermediate_size + 6 * target.hidden_size) * dtype.itemsize
+    if engine.quantization or speculation.draft_quantization:
+        # Where a product cannot read int8, one layer's matrix at a time is converted for it.
+        activations += widest.intermediate_size * widest.hidden_size * dtype.itemsize
     # float32 scores over the slots that a pass holds them of, and their softmax.
     heads = max(m.num_heads for m in models)
     attention = max(2 * 4 * r * t * heads * block_slots(t, num_slots) for r, t in passes)

@@ -1,8 +1,9 @@
 """Attention of a decoding pass over the cache: rotary embedding, cache write and softmax in one kernel.
 
 Each program takes one key/value head of one row, and all the query heads and new tokens that it serves. It reads the
-row's live slots alone, whatever the cache could hold (flash attention, Dao et al. 2022; splits over the slots as in
-flash decoding where a batch is small).
+row's live slots alone, whatever the cache could hold (flash attention, Dao et al. 2022). Where a batch is small,
+several programs share the slots, another takes the new tokens, and a second kernel puts their parts together (flash
+decoding).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from pard_jax.kernels.tuning import SLOTS, attention_blocks
+from pard_jax.kernels.tuning import SLOTS, attention_blocks, power_of_two
 
 _MASKED = -1e30  # of a score; finite, so that differences are never NaN
 
@@ -57,7 +58,7 @@ def decode_attention(
     if k_cache.shape[3] % SLOTS:
         raise ValueError(f"a cache of {k_cache.shape[3]} slots a row; expected a multiple of {SLOTS}")
     blocks = attention_blocks(r, t, n // m, m, window)
-    splits, padded = blocks.splits, blocks.queries
+    splits = blocks.splits + (blocks.splits > 1)  # the last takes the new tokens
     operands = [jnp.reshape(layer, 1), starts, q, k, v, rotations, *(qk_norm or ()), k_cache, v_cache]
     cache_at = len(operands) - 2
     kernel = functools.partial(_kernel, blocks=blocks, has_norm=qk_norm is not None, eps=eps)
@@ -65,7 +66,7 @@ def decode_attention(
     if splits == 1:
         outputs = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
     else:
-        outputs = [jax.ShapeDtypeStruct((splits, r, m, padded, width), jnp.float32) for width in (h, 1, 1)]
+        outputs = [jax.ShapeDtypeStruct((splits, r, m, blocks.queries, width), jnp.float32) for width in (h, 1, 1)]
     *parts, new_k, new_v = pl.pallas_call(
         kernel,
         grid=(r, m, splits),
@@ -77,12 +78,27 @@ def decode_attention(
     )(*operands)
     if splits == 1:
         return parts[0], new_k, new_v
-    sums, largest, totals = parts
-    weights = jnp.exp(largest - jnp.max(largest, axis=0, keepdims=True))
-    out = jnp.sum(sums * weights, axis=0) / jnp.sum(totals * weights, axis=0)
-    group = n // m
-    out = out[:, :, : t * group].reshape(r, m, t, group, h).swapaxes(1, 2)
-    return out.reshape(r, t, n, h).astype(q.dtype), new_k, new_v
+    out = pl.pallas_call(
+        functools.partial(_combine, group=n // m),
+        grid=(r, t, n),
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
+        interpret=interpret,
+        name="combine_attention",
+    )(*parts)
+    return out, new_k, new_v
+
+
+def _combine(sums_ref, largest_ref, totals_ref, out_ref, *, group: int):
+    """One query's parts of all splits into one."""
+    row, token, n = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    splits = sums_ref.shape[0]
+    index = jnp.arange(power_of_two(splits), dtype=jnp.int32)
+    at = (jnp.minimum(index, splits - 1), row, n // group, token * group + n % group)
+    largest = largest_ref[*at, 0]
+    weights = jnp.where(index < splits, jnp.exp(largest - jnp.max(largest)), 0.0)
+    out = jnp.sum(sums_ref[*at, :] * weights[:, None], axis=0) / jnp.sum(totals_ref[*at, 0] * weights)
+    out_ref[row, token, n, :] = out.astype(out_ref.dtype)
 
 
 def _kernel(layer_ref, starts_ref, q_ref, k_ref, v_ref, rotations_ref, *refs, blocks, has_norm: bool, eps: float):
@@ -142,7 +158,7 @@ def _kernel(layer_ref, starts_ref, q_ref, k_ref, v_ref, rotations_ref, *refs, bl
     )
 
     def with_new(carry):
-        """The last split takes in the new tokens too, and writes them to the cache."""
+        """Take in the new tokens, and write them to the cache."""
         new = jnp.arange(blocks.new, dtype=jnp.int32)
         at = jnp.minimum(new, t - 1)
         k1, k2 = (x.astype(k_out.dtype) for x in rotated(k_ref, at, head, k_norm))
@@ -155,7 +171,7 @@ def _kernel(layer_ref, starts_ref, q_ref, k_ref, v_ref, rotations_ref, *refs, bl
     if blocks.splits == 1:
         carry = with_new(carry)
     else:
-        carry = lax.cond(split == blocks.splits - 1, with_new, lambda carry: carry, carry)
+        carry = lax.cond(split == blocks.splits, with_new, lambda carry: carry, carry)
     sums, largest, total = carry
     if blocks.splits == 1:
         outputs[0][row, token, head * group + index % group, :] = (sums / total[:, None]).astype(outputs[0].dtype)

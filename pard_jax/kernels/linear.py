@@ -2,15 +2,20 @@
 
 A decoding pass multiplies 1 to some dozens of rows with every matrix of the model. Its time is that of reading the
 weights and, for small models, that of starting kernels. So the stacked matrices ``[L, O, D]`` are read where they lie
-(XLA copies a layer's slice before it multiplies), and what surrounds a product is done on the way: the norm before
-it, the gate of an MLP, a bias, the residual sum.
+(XLA copies a layer's slice before it multiplies), and what surrounds a product is done on the way: a bias, the gate of
+an MLP, the residual sum, the norm. Matrices of int8 become bfloat16 in registers, and their scales, one a column of the
+product, are applied to the sums.
+
+An RMS norm goes half with the product before it and half with the one behind. The first has its columns in hand: it
+applies the norm's weights to them and sums their squares (:class:`Normed`). The second multiplies its sums by the row's
+scale, with which a product commutes.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +24,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from pard_jax.kernels.tuning import LinearBlocks, linear_blocks
+from pard_jax.int8 import Int8Matrix
+from pard_jax.kernels.tuning import LinearBlocks, linear_blocks, power_of_two
 
 MAX_ROWS = 128  # more are bound by arithmetic, which is the libraries' strength
 
@@ -29,62 +35,76 @@ def fits_linear(rows: int, depth: int, width: int) -> bool:
     return rows <= MAX_ROWS and depth % 64 == 0 and width % 16 == 0
 
 
+class Normed(NamedTuple):
+    """Rows on their way through an RMS norm: all but their scale."""
+
+    rows: Float[Array, "P D"]  # times the norm's weights
+    squares: Float[Array, "P _"]  # sums of the rows' squares before that, of some columns each; float32
+
+
+def normed(x: Float[Array, "P D"], norm: Float[Array, "D"]) -> Normed:
+    """Of rows that no kernel made."""
+    x32 = x.astype(jnp.float32)
+    rows = x32 * norm.astype(jnp.float32)[None, :]
+    return Normed(rows.astype(x.dtype), jnp.sum(x32 * x32, axis=1, keepdims=True))
+
+
 # Under a jit of its own each kernel is traced and lowered once, not once a layer.
 @functools.partial(jax.jit, static_argnames=("eps", "gated", "out_dtype", "interpret"))
 def linear(
-    x: Float[Array, "P D"],
-    weights: Sequence[Float[Array, "L _ D"]],
+    x: Float[Array, "P D"] | Normed,
+    weights: Sequence[Float[Array, "L _ D"] | Int8Matrix],
     layer: Int[Array, ""] | np.int32,
     *,
-    norm: Float[Array, "L D"] | None = None,
     eps: float = 0.0,
     biases: Sequence[Float[Array, "L _"]] | None = None,
     residual: Float[Array, "P _"] | None = None,
     gated: bool = False,
+    next_norm: tuple[Float[Array, "_ _"], Int[Array, ""] | np.int32] | None = None,
     out_dtype: Any = None,
     interpret: bool = False,
-) -> tuple[Float[Array, "P _"], ...]:
+) -> tuple[Any, ...]:
     """``x @ weight[layer].T`` for each of ``weights``, in one kernel.
 
     Sums are float32 and rounded once, after everything that is asked for here.
 
     Args:
-        x: P rows, bfloat16. (float16 would overflow where the norm's weights are applied before its scale.)
+        x: P rows, bfloat16; of a norm, with ``eps``, where they are :class:`Normed`. (float16 would overflow where the
+            norm's weights are applied before its scale.)
         weights: stacked matrices as HF orients them; every O a multiple of 16, D one of 64.
         layer: which of them.
-        norm: weights of an RMS norm of ``x`` before the products, with ``eps``. The row's scale is applied after the
-            product, with which it commutes, so that ``x`` is read once.
         biases: one for each matrix.
         residual: added to the product (of a single matrix).
         gated: ``weights`` are an MLP's gate and up: gives one array, ``silu(gate) * up``.
+        next_norm: stacked weights of a norm of the product (of a single matrix), and which of them.
         out_dtype: that of ``x`` by default.
         interpret: run it by Pallas' interpreter, on any platform.
 
     Returns:
-        One array a matrix.
+        One array a matrix; with ``next_norm``, the product and the product :class:`Normed`.
 
     Raises:
         ValueError: ``x`` is not bfloat16.
     """
+    x, squares = x if isinstance(x, Normed) else (x, None)
     rows, depth = x.shape
     if x.dtype != jnp.bfloat16:
         raise ValueError(f"the rows are {x.dtype}; expected bfloat16")
     out_dtype = x.dtype if out_dtype is None else out_dtype
     widths = [w.shape[1] for w in weights]
-    blocks = linear_blocks(rows, depth, widths, gated=gated)
+    blocks = linear_blocks(rows, depth, widths, gated=gated, itemsize=_itemsize(weights[0]))
     outputs = widths[:1] if gated else widths
     # A grid of column blocks: those of the first matrix, then those of the second, ...
     counts = [pl.cdiv(width, blocks.columns) for width in outputs]
-    optional = [a for a in (norm, *(biases or ())) if a is not None]
-    operands = [jnp.reshape(layer, 1), x, *weights, *optional, *([] if residual is None else [residual])]
-    specs = [_whole(operands[0]), _tall(blocks, depth), *map(_whole, weights), *map(_whole, optional)]
-    specs += [] if residual is None else [_tall(blocks, residual.shape[1])]
+    norm, norm_layer = (None, layer) if next_norm is None else next_norm
+    indices = jnp.stack([jnp.asarray(layer, jnp.int32), jnp.asarray(norm_layer, jnp.int32)])
+    operands, structure = jax.tree.flatten((indices, x, weights, biases, norm, squares, residual))
+    specs = [_whole(indices), _tall(blocks, depth), *map(_whole, jax.tree.leaves((weights, biases, norm)))]
+    specs += [_tall(blocks, a.shape[1]) for a in (squares, residual) if a is not None]
     kernel = functools.partial(
         _kernel,
-        num_weights=len(weights),
-        has_norm=norm is not None,
-        has_biases=biases is not None,
-        has_residual=residual is not None,
+        structure=structure,
+        num_squares=0 if squares is None else squares.shape[1],
         gated=gated,
         eps=eps,
         counts=counts,
@@ -92,23 +112,27 @@ def linear(
         num_rows=rows,
     )
     out_shapes = [jax.ShapeDtypeStruct((rows, width), out_dtype) for width in outputs]
-    return tuple(_call("linear", kernel, blocks, sum(counts), operands, specs, out_shapes, interpret))
+    if norm is not None:
+        out_shapes += [out_shapes[0], jax.ShapeDtypeStruct((rows, counts[0]), jnp.float32)]
+    out = _call("linear", kernel, blocks, sum(counts), operands, specs, out_shapes, interpret)
+    return tuple(out) if norm is None else (out[0], Normed(*out[1:]))
 
 
 def linear_argmax(
-    x: Float[Array, "P D"], weight: Float[Array, "V D"], *, limit: int, interpret: bool = False
+    x: Float[Array, "P D"], weight: Float[Array, "V D"] | Int8Matrix, *, limit: int, interpret: bool = False
 ) -> Int[Array, "P"]:
     """The index, below ``limit``, of the largest of ``x @ weight.T`` in each row: the first among equals.
 
     The products are compared as float32 where they arise, and never written.
     """
     rows, depth = x.shape
-    blocks = linear_blocks(rows, depth, [weight.shape[0]], gated=False)
+    blocks = linear_blocks(rows, depth, [weight.shape[0]], gated=False, itemsize=_itemsize(weight))
     count = pl.cdiv(weight.shape[0], blocks.columns)
-    kernel = functools.partial(_argmax_kernel, blocks=blocks, num_rows=rows, limit=limit)
+    operands, structure = jax.tree.flatten((x, weight))
+    kernel = functools.partial(_argmax_kernel, structure=structure, blocks=blocks, num_rows=rows, limit=limit)
     out_shapes = [jax.ShapeDtypeStruct((rows, count), dtype) for dtype in (jnp.float32, jnp.int32)]
-    specs = [_tall(blocks, depth), _whole(weight)]
-    largest, ids = _call("linear_argmax", kernel, blocks, count, [x, weight], specs, out_shapes, interpret)
+    specs = [_tall(blocks, depth), *map(_whole, operands[1:])]
+    largest, ids = _call("linear_argmax", kernel, blocks, count, operands, specs, out_shapes, interpret)
     hits = largest == largest.max(axis=1, keepdims=True)
     return jnp.minimum(jnp.where(hits, ids, limit).min(axis=1), limit - 1)
 
@@ -130,63 +154,81 @@ def _call(
     )(*operands)
 
 
+def _itemsize(weight: Array | Int8Matrix) -> int:
+    return jax.tree.leaves(weight)[0].dtype.itemsize
+
+
 def _tall(blocks: LinearBlocks, width: int) -> pl.BlockSpec:
-    return pl.BlockSpec((blocks.rows, width), lambda i, j: (j, 0))
+    """All columns of a block of rows; more than there are, so that they may be loaded at once by a mask."""
+    return pl.BlockSpec((blocks.rows, power_of_two(width)), lambda i, j: (j, 0))
 
 
 def _whole(array: Array) -> pl.BlockSpec:
     return pl.BlockSpec(array.shape, lambda i, j: (0,) * array.ndim)
 
 
-def _argmax_kernel(x_ref, w_ref, largest_ref, ids_ref, *, blocks: LinearBlocks, num_rows: int, limit: int):
+def _argmax_kernel(*refs, structure: Any, blocks: LinearBlocks, num_rows: int, limit: int):
+    x_ref, matrix = structure.unflatten(refs[:-2])
     first = pl.program_id(0) * blocks.columns
     real = _real_rows(blocks, num_rows)
-    (scores,) = _products(x_ref, [w_ref], (), first, real, blocks)
+    (scores,) = _products(x_ref, [matrix], (), first, real, blocks)
     ids = first + jnp.arange(blocks.columns, dtype=jnp.int32)[None, :]
     scores = jnp.where(ids < limit, scores, -jnp.inf)
     largest = jnp.max(scores, axis=1)
     hits = scores == largest[:, None]
     ids = jnp.min(jnp.where(hits, ids, limit), axis=1)
-    for ref, value in ((largest_ref, largest), (ids_ref, ids)):
-        plgpu.store(ref.at[:, pl.ds(pl.program_id(0), 1)], value[:, None], mask=real[:, None])
+    for ref, value in zip(refs[-2:], (largest, ids), strict=True):
+        _store_column(ref, value, real)
 
 
 def _kernel(
-    layer_ref, x_ref, *refs, num_weights: int, has_norm: bool, has_biases: bool, has_residual: bool, gated: bool,
-    eps: float, counts: list[int], blocks: LinearBlocks, num_rows: int,
+    *refs, structure: Any, num_squares: int, gated: bool, eps: float, counts: list[int], blocks: LinearBlocks,
+    num_rows: int,
 ):  # fmt: skip
-    refs = list(refs)
-    weights = [refs.pop(0) for _ in range(num_weights)]
-    norm = refs.pop(0) if has_norm else None
-    biases = [refs.pop(0) for _ in range(num_weights)] if has_biases else [None] * num_weights
-    residual = refs.pop(0) if has_residual else None
-    outputs = refs
-    layer = layer_ref[0]
+    inputs, outputs = refs[: structure.num_leaves], refs[structure.num_leaves :]
+    indices_ref, x_ref, weights, biases, norm, squares, residual = structure.unflatten(inputs)
+    biases = [None] * len(weights) if biases is None else biases
+    layer = indices_ref[0]
     columns = blocks.columns
     real = _real_rows(blocks, num_rows)
     block = pl.program_id(0)
 
-    def products(matrices: list[Any], first: Array) -> list[Array]:
-        return _products(x_ref, matrices, (layer,), first, real, blocks, norm, eps)
+    def at(first: Array):
+        return pl.ds(pl.multiple_of(first, columns), columns)
 
-    def finish(value: Array, bias, first: Array) -> Array:
-        at = pl.ds(pl.multiple_of(first, columns), columns)
-        return value if bias is None else value + bias[layer, at].astype(jnp.float32)[None, :]
+    def products(matrices: list[Any], biases: list[Any], first: Array) -> list[Array]:
+        sums = _products(x_ref, matrices, (layer,), first, real, blocks)
+        depth = matrices[0].shape[-1]
+        if squares is not None:
+            of_part = jnp.arange(power_of_two(num_squares), dtype=jnp.int32) < num_squares
+            parts = plgpu.load(squares.at[:, :], mask=real[:, None] & of_part[None, :], other=0.0)
+            scale = jax.lax.rsqrt(jnp.sum(parts, axis=1) / depth + eps)
+            sums = [s * scale[:, None] for s in sums]
+        return [
+            s if bias is None else s + bias[layer, at(first)].astype(jnp.float32)[None, :]
+            for s, bias in zip(sums, biases, strict=True)
+        ]
 
     if gated:
         first = block * columns
-        gate, up = (finish(p, b, first) for p, b in zip(products(weights, first), biases, strict=True))
-        _store(outputs[0], first, columns, gate * jax.nn.sigmoid(gate) * up, real)
+        gate, up = products(weights, biases, first)
+        _store(outputs[0], at(first), gate * jax.nn.sigmoid(gate) * up, real)
         return
     before = 0
-    for weight, bias, output, count in zip(weights, biases, outputs, counts, strict=True):
+    for weight, bias, output, count in zip(weights, biases, outputs, counts, strict=False):
 
         def one(weight=weight, bias=bias, output=output, before=before):
             first = (block - before) * columns
-            value = finish(products([weight], first)[0], bias, first)
+            (value,) = products([weight], [bias], first)
             if residual is not None:
-                value = value + _load_rows(residual, pl.ds(pl.multiple_of(first, columns), columns), real)
-            _store(output, first, columns, value, real)
+                value = value + _load_rows(residual, at(first), real)
+            value = value.astype(output.dtype)
+            _store(output, at(first), value, real)
+            if norm is not None:
+                value = value.astype(jnp.float32)
+                scaled = value * norm[indices_ref[1], at(first)].astype(jnp.float32)[None, :]
+                _store(outputs[1], at(first), scaled, real)
+                _store_column(outputs[2], jnp.sum(value * value, axis=1), real)
 
         if len(weights) == 1:
             one()
@@ -196,39 +238,30 @@ def _kernel(
 
 
 def _products(
-    x_ref, matrices: list[Any], layer: tuple[Any, ...], first: Array, real: Array, blocks: LinearBlocks, norm=None,
-    eps: float = 0.0,
-) -> list[Array]:  # fmt: skip
+    x_ref, matrices: list[Any], layer: tuple[Any, ...], first: Array, real: Array, blocks: LinearBlocks
+) -> list[Array]:
     """Columns ``first..first+columns`` of the products with each of ``matrices``, float32.
 
     ``layer`` leads the matrices' indices, where they are stacked.
     """
-    rows, depth = x_ref.shape
-    columns, step, ahead = blocks.columns, blocks.step, blocks.ahead
+    tables: list[Any] = [m.values if isinstance(m, Int8Matrix) else m for m in matrices]
+    depth = tables[0].shape[-1]
+    columns, step = blocks.columns, blocks.step
     at = pl.ds(pl.multiple_of(first, columns), columns)
 
-    def body(i, carry):
-        squares, sums = carry
-        parts = [pl.ds(pl.multiple_of((i * ahead + n) * step, step), step) for n in range(ahead)]
+    def body(i, sums):
+        part = pl.ds(pl.multiple_of(i * step, step), step)
         # All loads first: they are under way together.
-        ws = [[plgpu.load(w.at[*layer, at, part], eviction_policy="evict_first") for w in matrices] for part in parts]
-        xs = [_load_rows(x_ref, part, real) for part in parts]
-        scales = None if norm is None else [norm[*layer, part].astype(jnp.float32)[None, :] for part in parts]
-        for n in range(ahead):
-            part = xs[n]
-            if scales is not None:
-                x32 = part.astype(jnp.float32)
-                squares = squares + jnp.sum(x32 * x32, axis=1)
-                part = (x32 * scales[n]).astype(part.dtype)
-            sums = [s + plgpu.dot(part, w.T) for s, w in zip(sums, ws[n], strict=True)]
-        return squares, sums
+        ws = [plgpu.load(w.at[*layer, at, part], eviction_policy="evict_first") for w in tables]
+        x = _load_rows(x_ref, part, real)
+        return [s + plgpu.dot(x, w.astype(x.dtype).T) for s, w in zip(sums, ws, strict=True)]
 
-    start = (jnp.zeros((rows,), jnp.float32), [jnp.zeros((rows, columns), jnp.float32) for _ in matrices])
-    squares, sums = jax.lax.fori_loop(0, depth // (step * ahead), body, start)
-    if norm is None:
-        return sums
-    scale = jax.lax.rsqrt(squares / depth + eps)
-    return [s * scale[:, None] for s in sums]
+    start = [jnp.zeros((blocks.rows, columns), jnp.float32) for _ in matrices]
+    sums = jax.lax.fori_loop(0, depth // step, body, start)
+    return [
+        s * m.scale[*layer, at][None, :] if isinstance(m, Int8Matrix) else s
+        for s, m in zip(sums, matrices, strict=True)
+    ]
 
 
 def _real_rows(blocks: LinearBlocks, num_rows: int) -> Array:
@@ -241,7 +274,11 @@ def _load_rows(ref, part, real: Array) -> Array:
     return plgpu.load(ref.at[:, part], mask=mask, other=0.0, eviction_policy="evict_last")
 
 
-def _store(output, first: Array, columns: int, value: Array, real: Array) -> None:
-    part = pl.ds(pl.multiple_of(first, columns), columns)
+def _store(output, part, value: Array, real: Array) -> None:
     mask = jnp.broadcast_to(real[:, None], value.shape)
     plgpu.store(output.at[:, part], value.astype(output.dtype), mask=mask)
+
+
+def _store_column(output, value: Array, real: Array) -> None:
+    """One value a row, into the column of this program's block."""
+    plgpu.store(output.at[:, pl.ds(pl.program_id(0), 1)], value[:, None], mask=real[:, None])

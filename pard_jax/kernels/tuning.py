@@ -1,7 +1,4 @@
-"""How the kernels divide their work: block sizes by shape.
-
-Attention's for large batches were measured on an H200; the others are a first choice for it.
-"""
+"""How the kernels divide their work: block sizes by shape, as measured on an H200 (docs/performance.md)."""
 
 from __future__ import annotations
 
@@ -15,8 +12,7 @@ class LinearBlocks:
 
     rows: int  # of x
     columns: int  # of the product
-    step: int  # of the contracted axis, in one product
-    ahead: int  # steps a turn of the loop, loaded together
+    step: int  # of the contracted axis, in one turn of the loop
     warps: int
     stages: int
 
@@ -28,7 +24,7 @@ class AttentionBlocks:
     queries: int  # new tokens times the query heads of a key/value head, rounded up
     new: int  # new tokens, rounded up
     slots: int  # of the cache, a turn of the loop
-    splits: int  # programs that share the slots of one row and head
+    splits: int  # programs that share the cached slots of one row and head
     warps: int
     stages: int
 
@@ -37,33 +33,42 @@ SLOTS = 64  # the most slots of the cache that attention takes in a turn: caches
 _NUM_PROCESSORS = 132  # of an H100 or H200: fewer programs than this leave some idle
 
 
-def linear_blocks(rows: int, depth: int, widths: Sequence[int], *, gated: bool) -> LinearBlocks:
-    """Blocks for products of ``rows`` rows with matrices of ``widths`` x ``depth``."""
-    height = min(max(16, _power_of_two(rows)), 128)
+def linear_blocks(rows: int, depth: int, widths: Sequence[int], *, gated: bool, itemsize: int = 2) -> LinearBlocks:
+    """Blocks for products of ``rows`` rows with matrices of ``widths`` x ``depth``, of ``itemsize`` bytes a weight.
+
+    What was measured is bfloat16. Of int8, a turn of the large matrices' loops takes as many bytes, for what hides the
+    latency of memory are the bytes under way: a first choice.
+    """
+    height = min(max(16, power_of_two(rows)), 128)
+    step = next(s for s in (256, 128, 64) if depth % s == 0)
+    if height > 32:
+        # The tensor cores' time counts, and whole warp groups use them best.
+        columns = next(c for c in (64, 32, 16) if all(width % c == 0 for width in widths))
+        return LinearBlocks(height, columns, 64, warps=4 if columns < 64 else 8, stages=4)
     total = widths[0] if gated else sum(widths)
-
-    def shares(columns: int) -> bool:
-        return all(width % columns == 0 for width in widths) and total // columns >= _NUM_PROCESSORS
-
-    columns = 64 if shares(64) and total // 64 >= 8 * _NUM_PROCESSORS else 32 if shares(32) else 16
-    if columns == 16:
-        # A small matrix is a matter of latency: as much of it as possible is asked for at once.
-        step = next(s for s in (256, 128, 64) if depth % s == 0)
-        return LinearBlocks(height, columns, step if height == 16 else min(step, 128), 1, warps=4, stages=4)
-    return LinearBlocks(height, columns, 128 if depth % 128 == 0 else 64, 1, warps=2, stages=4)
+    if all(width % 64 == 0 for width in widths) and total >= 8 * 64 * _NUM_PROCESSORS:
+        return LinearBlocks(height, 64, min(step, 256 // itemsize), warps=2, stages=4)
+    if all(width % 32 == 0 for width in widths) and (gated or depth >= 1024) and total >= 24 * 32:
+        warps = 2 if height == 32 or (depth < 4096 and not gated) else 4
+        return LinearBlocks(height, 32, min(step, 256 // itemsize) if gated else step, warps, stages=4)
+    # A small matrix is a matter of latency: enough programs to go round, as much as possible asked for at once.
+    if height == 16 and depth % 512 == 0:
+        return LinearBlocks(height, 16, 512, warps=2, stages=3)
+    return LinearBlocks(height, 16, step, warps=2, stages=4)
 
 
 def attention_blocks(rows: int, tokens: int, group: int, num_kv_heads: int, window: int) -> AttentionBlocks:
     """Blocks for ``tokens`` new tokens of ``rows`` rows, where ``group`` query heads share a key/value head."""
-    queries, new = max(16, _power_of_two(tokens * group)), max(16, _power_of_two(tokens))
+    queries, new = max(16, power_of_two(tokens * group)), max(16, power_of_two(tokens))
     if queries == 16 and rows * num_kv_heads >= 8 * _NUM_PROCESSORS:
         # Many small programs beside one another hide each other's latency.
         return AttentionBlocks(queries, new, slots=32, splits=1, warps=1, stages=3)
     slots, splits = SLOTS, 1
-    while rows * num_kv_heads * splits < _NUM_PROCESSORS and window // (2 * splits) >= 2 * slots:
+    while rows * num_kv_heads * 2 * splits <= _NUM_PROCESSORS and window // (2 * splits) >= slots:
         splits *= 2
     return AttentionBlocks(queries, new, slots, splits, warps=4, stages=2)
 
 
-def _power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is not below n: blocks of kernels are such."""
     return 1 << max(0, n - 1).bit_length()

@@ -9,7 +9,7 @@ step (305 MiB of temporaries instead of 12 at a quarter of Qwen3-4B's depth, by 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +20,14 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from pard_jax.config.model import ModelConfig
+from pard_jax.int8 import Int8Matrix, quantize, quantized_like
 from pard_jax.kernels.linear import fits_linear, linear_argmax
 from pard_jax.kernels.linear import linear as fused_linear
 from pard_jax.models.argmax import first_argmax
 from pard_jax.models.attention import attend, attend_in_blocks, attend_sequence, block_slots
 from pard_jax.models.cache import KVCache
 from pard_jax.models.fused import fused_layers, runs_fused
-from pard_jax.models.layer import Params, linear, mlp, qkv, rms_norm
-from pard_jax.models.precision import precision_of
+from pard_jax.models.layer import Params, linear, mlp, product, qkv, rms_norm
 from pard_jax.models.rope import apply_rope, rope_tables
 from pard_jax.models.sharding import param_sharding
 
@@ -125,6 +125,8 @@ class Decoder(nnx.Module):
         r, t = tokens.shape
         positions = starts[:, None] + jnp.arange(t, dtype=jnp.int32)[None, :]
         x = self.embed[...][tokens]
+        if isinstance(x, Int8Matrix):
+            x = x.dequantize(self.norm[...].dtype)
         layers = nnx.to_pure_dict(nnx.state(self.layers))
         from_first = isinstance(first_row, int) and first_row == 0
         if self.implementation != "xla" and from_first and runs_fused(config, t, cache):
@@ -209,8 +211,8 @@ class Decoder(nnx.Module):
         return rms_norm(x, self.norm[...], config.rms_norm_eps)
 
     @property
-    def head(self) -> Float[Array, "V D"]:
-        """The output matrix, which may be the embedding."""
+    def head(self) -> Any:
+        """The output matrix ``[V, D]``, which may be the embedding; an ``Int8Matrix`` where it is quantized."""
         return self.embed[...] if self.config.tie_word_embeddings else self.lm_head[...]
 
     def logits(self, hidden: Float[Array, "R T D"]) -> Float[Array, "R T V"]:
@@ -221,13 +223,7 @@ class Decoder(nnx.Module):
                 (scores,) = fused_linear(hidden.reshape(r * t, d), [self.head[None]], _FIRST, out_dtype=jnp.float32,
                                          interpret=self._interpret)  # fmt: skip
                 return scores.reshape(r, t, -1)
-            return jnp.einsum(
-                "rtd,vd->rtv",
-                hidden,
-                self.head,
-                preferred_element_type=jnp.float32,
-                precision=precision_of(hidden.dtype),
-            )
+            return product(hidden, self.head, jnp.float32)
 
     def best(self, hidden: Float[Array, "R T D"], limit: int | None = None) -> Int[Array, "R T"]:
         """The likeliest tokens (the first among equals), of those below ``limit`` where one is given."""
@@ -259,6 +255,11 @@ def _normal(key: Array, shape: tuple[int, ...], dtype) -> Array:
     return (jax.random.normal(key, shape, jnp.float32) * shape[-1] ** -0.5).astype(dtype)
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _quantized_normal(key: Array, shape: tuple[int, ...], dtype) -> Int8Matrix:
+    return quantize(_normal(key, shape, dtype))
+
+
 @functools.lru_cache(maxsize=32)
 def _abstract(config: ModelConfig, dtype_name: str, implementation: str = "xla") -> tuple[nnx.GraphDef, Params]:
     def make() -> Decoder:
@@ -269,28 +270,51 @@ def _abstract(config: ModelConfig, dtype_name: str, implementation: str = "xla")
     return graphdef, nnx.to_pure_dict(state)
 
 
-def abstract_params(config: ModelConfig, dtype, mesh: Mesh | None = None) -> Params:
-    """Shapes, dtypes and (with a mesh) shardings of the parameters: a nested dict of ``ShapeDtypeStruct``."""
-    params = _abstract(config, jnp.dtype(dtype).name)[1]
-    if mesh is None:
-        return params
+def abstract_params(config: ModelConfig, dtype, mesh: Mesh | None = None, *, quantization: str | None = None) -> Params:
+    """Shapes, dtypes and (with a mesh) shardings of the parameters: a nested dict of ``ShapeDtypeStruct``.
+
+    Args:
+        quantization: "int8": every matrix that multiplies something is an :class:`pard_jax.int8.Int8Matrix` of them. An
+            embedding that is no head stays as it is: a pass looks a few of its rows up.
+    """
+    matrices = {"embed" if config.tie_word_embeddings else "lm_head"} if quantization else set()
 
     def place(path, leaf):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=param_sharding(mesh, path[-1].key))
+        name = path[-1].key
+        sharding = None if mesh is None else param_sharding(mesh, name)
+        leaf = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        return quantized_like(leaf) if name in matrices or (quantization and name.endswith("_proj")) else leaf
 
-    return jax.tree_util.tree_map_with_path(place, params)
+    return jax.tree_util.tree_map_with_path(place, _abstract(config, jnp.dtype(dtype).name)[1])
 
 
-def init_params(config: ModelConfig, *, dtype=jnp.float32, seed: int = 0, mesh: Mesh | None = None) -> Params:
+def param_bytes(config: ModelConfig, dtype, quantization: str | None = None) -> int:
+    """What the parameters take, over all devices."""
+    leaves = jax.tree.leaves(abstract_params(config, dtype, quantization=quantization))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+def init_params(
+    config: ModelConfig,
+    *,
+    dtype=jnp.float32,
+    seed: int = 0,
+    mesh: Mesh | None = None,
+    quantization: str | None = None,
+) -> Params:
     """Random parameters, made on the device tensor by tensor (one jit over all of them compiles for minutes)."""
-    abstract = abstract_params(config, dtype, mesh)
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(abstract)
+    abstract = abstract_params(config, dtype, mesh, quantization=quantization)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(abstract, is_leaf=lambda x: isinstance(x, Int8Matrix))
     keys = jax.random.split(jax.random.key(seed), len(leaves))
 
     def make(path, leaf, key):
-        norm = path[-1].key.endswith("norm")
-        value = jnp.ones(leaf.shape, leaf.dtype) if norm else _normal(key, leaf.shape, leaf.dtype)
-        return value if mesh is None else jax.device_put(value, leaf.sharding)
+        if isinstance(leaf, Int8Matrix):
+            value = _quantized_normal(key, leaf.shape, jnp.dtype(dtype))
+        elif path[-1].key.endswith("norm"):
+            value = jnp.ones(leaf.shape, leaf.dtype)
+        else:
+            value = _normal(key, leaf.shape, leaf.dtype)
+        return value if mesh is None else jax.tree.map(lambda x, a: jax.device_put(x, a.sharding), value, leaf)
 
     return treedef.unflatten([make(path, leaf, key) for (path, leaf), key in zip(leaves, keys, strict=True)])
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from pard_jax.config.model import ModelConfig
 from pard_jax.kernels.attention import decode_attention
-from pard_jax.kernels.linear import fits_linear
+from pard_jax.kernels.linear import fits_linear, normed
 from pard_jax.kernels.linear import linear as fused_linear
 from pard_jax.kernels.tuning import SLOTS
 from pard_jax.models.cache import KVCache
@@ -59,6 +59,7 @@ def fused_layers(
 
     x = x.reshape(r * t, d)
     streams = []
+    before = normed(x, layers["attn_norm"][0]) if fused else None  # the stream as the next product takes it
     # Unrolled: a loop's counter and condition are kernels of their own.
     for i in range(c.num_layers):
         index = np.int32(i)
@@ -66,7 +67,7 @@ def fused_layers(
             if fused:
                 projections = [layers[name] for name in ("q_proj", "k_proj", "v_proj")]
                 q, k, v = fused_linear(
-                    x, projections, index, norm=layers["attn_norm"], eps=eps,
+                    before, projections, index, eps=eps,
                     biases=biases("q_bias", "k_bias", "v_bias"), interpret=interpret,
                 )  # fmt: skip
                 q, k, v = (a.reshape(r, t, -1, c.head_dim) for a in (q, k, v))
@@ -80,20 +81,24 @@ def fused_layers(
             cache = KVCache(k=new_k, v=new_v)
             out = out.reshape(r * t, -1)
             if fused:
-                (x,) = fused_linear(
-                    out, [layers["o_proj"]], index, residual=x, biases=biases("o_bias"), interpret=interpret
-                )
+                x, before = fused_linear(
+                    out, [layers["o_proj"]], index, residual=x, biases=biases("o_bias"),
+                    next_norm=(layers["mlp_norm"], index), interpret=interpret,
+                )  # fmt: skip
             else:
                 x = x + linear(out[None], p["o_proj"], p.get("o_bias"))[0]
         with jax.named_scope("mlp"):
             if fused:
                 (h,) = fused_linear(
-                    x, [layers["gate_proj"], layers["up_proj"]], index, norm=layers["mlp_norm"], eps=eps,
+                    before, [layers["gate_proj"], layers["up_proj"]], index, eps=eps,
                     biases=biases("gate_bias", "up_bias"), gated=True, interpret=interpret,
                 )  # fmt: skip
-                (x,) = fused_linear(
-                    h, [layers["down_proj"]], index, residual=x, biases=biases("down_bias"), interpret=interpret
-                )
+                following = (layers["attn_norm"], np.int32(i + 1)) if i + 1 < c.num_layers else None
+                x, *rest = fused_linear(
+                    h, [layers["down_proj"]], index, residual=x, biases=biases("down_bias"), next_norm=following,
+                    interpret=interpret,
+                )  # fmt: skip
+                before = rest[0] if rest else None
             else:
                 x = x + mlp(c, p, x[None])[0]
         streams.append(x)

@@ -10,9 +10,11 @@ from jax import lax
 from jaxtyping import Array
 
 from pard_jax.config.model import ModelConfig
+from pard_jax.int8 import Int8Matrix
 from pard_jax.models.precision import precision_of
+from pard_jax.models.quantized import int8_product
 
-Params = dict[str, Any]  # nested dict of arrays, keyed as the attributes of Decoder
+Params = dict[str, Any]  # nested dict of arrays and Int8Matrix, keyed as the attributes of Decoder
 
 
 def qkv(config: ModelConfig, p: Params, x: Array) -> tuple[Array, Array, Array]:
@@ -41,10 +43,17 @@ def mlp(config: ModelConfig, p: Params, x: Array) -> Array:
     return linear(gate * up, p["down_proj"], p.get("down_bias"))
 
 
-def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
+def linear(x: Array, weight: Array | Int8Matrix, bias: Array | None = None) -> Array:
     """``x [R, T, I]`` times ``weight [O, I]``, transposed."""
-    y = jnp.einsum("rti,oi->rto", x, weight, precision=precision_of(x.dtype))
+    y = product(x, weight, x.dtype)
     return y if bias is None else y + bias[None, None, :]
+
+
+def product(x: Array, weight: Array | Int8Matrix, dtype: Any) -> Array:
+    """``x [R, T, I]`` times ``weight [O, I]``, transposed, as ``dtype``."""
+    if isinstance(weight, Int8Matrix):
+        return int8_product(x, weight).astype(dtype)
+    return jnp.einsum("rti,oi->rto", x, weight, preferred_element_type=dtype, precision=precision_of(x.dtype))
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:

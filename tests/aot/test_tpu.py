@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import pytest
 
 from pard_jax.bench.__main__ import main
-from pard_jax.bench.aot_compile import Analysis, analyse, chip_memory, open_topology
+from pard_jax.bench.aot_compile import WEIGHTS, Analysis, analyse, chip_memory, open_topology
 from pard_jax.bench.shapes import model_shape
 from pard_jax.bench.step_setup import Setup
+from pard_jax.models import param_bytes
 
 pytestmark = [
     pytest.mark.aot_tpu,
@@ -24,15 +25,16 @@ pytestmark = [
 ]
 
 MIB = 1 << 20
-Case = tuple[str, int, int, int]
+Case = tuple[str, int, int, int, str]
 TARGET, K = model_shape("qwen3-4b"), 12
-# Topology, cache, rows, K. Single tokens (K = 0) are what a compiler rearranges caches for.
+# Topology, cache, rows, K, weights. Single tokens (K = 0) are what a compiler rearranges caches for.
 CASES = [
-    ("v5e:1x1", 4096, 1, K),
-    ("v6e:1x1", 32768, 1, K),
-    ("v5e:2x2", 32768, 1, K),
-    ("v5e:1x1", 4096, 1, 0),
-    ("v6e:1x1", 4096, 8, 0),
+    ("v5e:1x1", 4096, 1, K, "bfloat16"),
+    ("v5e:1x1", 4096, 1, K, "int8"),
+    ("v6e:1x1", 32768, 1, K, "bfloat16"),
+    ("v5e:2x2", 32768, 1, K, "bfloat16"),
+    ("v5e:1x1", 4096, 1, 0, "bfloat16"),
+    ("v6e:1x1", 4096, 8, 0, "bfloat16"),
 ]
 
 
@@ -46,14 +48,15 @@ def no_cache() -> Iterator[None]:
 
 
 @functools.cache
-def analysis(topology: str, cache: int, rows: int, k: int) -> Analysis:
-    """Qwen3-4B with PARD-Qwen3-0.6B in bfloat16."""
+def analysis(topology: str, cache: int, rows: int, k: int, weights: str) -> Analysis:
+    """Qwen3-4B with PARD-Qwen3-0.6B."""
+    dtype, quantization = WEIGHTS[weights]
     mesh = open_topology(topology)
     setup = Setup(
         target=TARGET,
         draft=model_shape("qwen3-0.6b"),
         mask_token_id=151670,
-        dtype=jnp.dtype("bfloat16"),
+        dtype=jnp.dtype(dtype),
         implementation="xla",
         specialize=False,
         chunk_size=256,
@@ -62,6 +65,7 @@ def analysis(topology: str, cache: int, rows: int, k: int) -> Analysis:
         context=cache,
         memory_bytes=None,
         mesh=mesh,
+        quantization=quantization,
     )
     return analyse(setup, rows, k, chip_memory(mesh))
 
@@ -129,7 +133,7 @@ def test_the_plan_is_enough_and_hardly_more(case: Case) -> None:
 
 def test_wide_prefill_copies_no_cache_either() -> None:
     """Rows by their ids. Sampling for so many needs more memory than the bound on temporaries; it is planned for."""
-    case = ("v6e:1x1", 256, 128, 0)
+    case = ("v6e:1x1", 256, 128, 0, "bfloat16")
     found = analysis(*case)
     assert found.plan.prefill_rows == 2
     prefill, _ = found.programs
@@ -138,12 +142,19 @@ def test_wide_prefill_copies_no_cache_either() -> None:
     assert found.needed <= found.plan.total_bytes < 1.05 * found.needed
 
 
+def test_int8_weights_are_read_as_they_are() -> None:
+    """Half the bytes, and no matrix in bfloat16 beside them: it is converted within the product."""
+    weights = sum(param_bytes(config, jnp.bfloat16, "int8") for config in (TARGET, model_shape("qwen3-0.6b")))
+    plain, eight = (analysis("v5e:1x1", 4096, 1, K, kind) for kind in ("bfloat16", "int8"))
+    assert eight.needed < plain.needed - 0.98 * weights
+
+
 def test_two_collectives_a_layer() -> None:
-    for program in analysis("v5e:2x2", 32768, 1, K).programs:
+    for program in analysis("v5e:2x2", 32768, 1, K, "bfloat16").programs:
         assert program.hlo is not None
         assert program.hlo.layers == [{"all-reduce": 2}, {"all-reduce": 2}]  # draft and target
         assert set(program.hlo.others) == {"all-reduce"}
-    for program in analysis("v5e:1x1", 4096, 1, K).programs:
+    for program in analysis("v5e:1x1", 4096, 1, K, "bfloat16").programs:
         assert program.hlo is not None and program.hlo.layers == [{}, {}] and program.hlo.others == {}
 
 

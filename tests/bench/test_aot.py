@@ -214,7 +214,7 @@ def test_without_libtpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         (["--target", "qwen3-4b,,"], "expected names with commas between them"),
         (["--draft", "gpt-2"], "'gpt-2' is neither"),
         (["--draft", "none", "-k", "4"], "-k belongs to a draft"),
-        (["--weights", "int3"], "expected of bfloat16, float32"),
+        (["--weights", "int3"], "expected of bfloat16, int8, float32"),
         (["--cache", "0"], "expected numbers of at least 1"),
         (["--cache", "50000"], "max_position_embeddings=40960"),
         (["--batch", "0"], "max_num_seqs=0"),

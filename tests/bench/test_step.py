@@ -72,9 +72,10 @@ def setup_of(configs: Configs, **overrides: Any) -> Setup:
 
 
 def bench_of(setup: Setup, batch: int, k: int) -> Bench:
-    params = {"target": init_params(setup.target, mesh=setup.mesh)}
+    common: dict[str, Any] = {"mesh": setup.mesh, "quantization": setup.quantization}
+    params = {"target": init_params(setup.target, **common)}
     if k and setup.draft is not None:
-        params["draft"] = init_params(setup.draft, mesh=setup.mesh, seed=1)
+        params["draft"] = init_params(setup.draft, **common, seed=1)
     return Bench(setup, params, batch, k)
 
 
@@ -144,13 +145,20 @@ def test_measured_and_bytes(configs: Configs) -> None:
     assert found.draft is not None and found.compilation > found.step.median
     for spread in (found.step, found.host, found.target, found.draft):
         assert 0 < spread.min <= spread.median <= spread.max
-    # Of the target every matrix but its embedding, of the draft all (its head is the embedding); 40 tokens of each.
+    assert bench_of(setup, 1, 0).measure(1, prefill=True).draft is None
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_bytes_of_a_step_and_of_the_plan(configs: Configs, quantization: str | None) -> None:
+    """Of the target every matrix but its embedding, of the draft all (its head is the embedding); 40 tokens of each."""
+    setup = setup_of(configs, quantization=quantization)
+    bench = bench_of(setup, 2, 3)
     sizes = {name: sum(x.nbytes for x in jax.tree.leaves(p)) for name, p in bench.params.items()}
     live = 2 * 2 * 40 * 2 * 16 * 4  # k and v, rows, tokens, heads, their width, bytes
     plain = sizes["target"] - V * 32 * 4 + 2 * live
     assert setup.step_bytes(2, 0) == plain
     assert setup.step_bytes(2, 3) == plain + sizes["draft"] + live
-    assert bench_of(setup, 1, 0).measure(1, prefill=True).draft is None
+    assert bench.plan.weight_bytes == sum(sizes.values())
 
 
 def test_copy_rate_counts_reads_and_writes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,8 @@ def test_nulls_and_defaults_of_unsupported_keys_ask_for_nothing():
         ({**DRAFT, "model": "ngram", "method": "draft_model"}, "'draft_model' contradicts model='ngram'"),
         ({**DRAFT, "max_model_len": 0}, "max_model_len must be at least 1, got 0"),
         ({**DRAFT, "draft_tensor_parallel_size": 0}, "draft_tensor_parallel_size must be at least 1, got 0"),
+        ({**DRAFT, "quantization": "fp8"}, "quantization='fp8' is not supported; choose 'int8', or 'none' to keep"),
+        ({**DRAFT, "quantization": 8}, "quantization must be a string, got 8"),
         ({**PARD, "mask_token_id": -1}, "mask_token_id must not be negative, got -1"),
         ({**DRAFT, "mask_token_id": 5}, "a sequential draft has no use for it"),
         ({**DRAFT, "prompt_lookup_max": 3}, "belong to method 'ngram'"),
@@ -133,7 +135,6 @@ def test_a_draft_of_another_method_is_known_by_its_name(model, method):
         ("disable_padded_drafter_batch", True),
         ("use_heterogeneous_vocab", True),
         ("num_speculative_tokens_per_batch_size", [[1, 4, 3]]),
-        ("quantization", "fp8"),
         ("kv_cache_dtype", "fp8"),
         ("enforce_eager", True),
         ("suffix_decoding_max_tree_depth", 8),
@@ -166,6 +167,7 @@ def test_ngram_lengths(given, expected):
         ({"max_model_len": 10}, "max_model_len=10 describes a draft model"),
         ({"mask_token_id": 5}, "mask_token_id=5 describes a draft model"),
         ({"revision": "main"}, "revision='main' describes a draft model"),
+        ({"quantization": "int8"}, "quantization='int8' describes a draft model"),
     ],
 )
 def test_ngram_contradictions(keys, message):

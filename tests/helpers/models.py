@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from pard_jax.config import ModelConfig
+from pard_jax.int8 import Int8Matrix, quantize
 from pard_jax.models import KVCache, abstract_params, bind
 
 _ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
@@ -145,6 +146,26 @@ def random_params(config: ModelConfig, seed: int) -> dict[str, Any]:
         return jnp.asarray(rng.normal(0, scale, leaf.shape), leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(draw, abstract_params(config, jnp.float32))
+
+
+def is_int8(leaf: Any) -> bool:
+    """Whether a leaf of parameters is quantized; ``is_leaf`` of trees that may hold such."""
+    return isinstance(leaf, Int8Matrix)
+
+
+def quantized_params(config: ModelConfig, params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters, those that multiply something quantized."""
+    like = abstract_params(config, jnp.float32, quantization="int8")
+    return jax.tree.map(lambda a, p: quantize(p) if is_int8(a) else p, like, params, is_leaf=is_int8)
+
+
+def stands_for(params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters with plain matrices of the same values, by NumPy."""
+
+    def plain(leaf: Any) -> Any:
+        return jnp.asarray(np.asarray(leaf.values, np.float32) * np.asarray(leaf.scale)[..., None])
+
+    return jax.tree.map(lambda leaf: plain(leaf) if is_int8(leaf) else leaf, params, is_leaf=is_int8)
 
 
 def tiny_pair(

@@ -35,15 +35,15 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "plain": Case(t=1, n=4, m=4, h=64, slots=128, window=128),
+    "plain": Case(t=1, n=4, m=4, h=64, slots=128, window=64),
     "speculative": Case(t=5, n=9, m=3, h=64, slots=128, window=128),
     "wide-heads-norm": Case(t=3, n=8, m=2, h=128, slots=128, window=128, qk_norm=True),
     "narrow-heads-norm": Case(t=8, n=6, m=2, h=32, slots=192, window=192, qk_norm=True, rows=4),
     "many-tokens": Case(t=24, n=4, m=2, h=32, slots=128, window=128, qk_norm=True, rows=2),
     "full-queries": Case(t=16, n=4, m=2, h=32, slots=128, window=64),
-    "two-splits": Case(t=5, n=3, m=1, h=32, slots=256, window=256),
-    "four-splits-norm": Case(t=2, n=8, m=2, h=64, slots=512, window=512, qk_norm=True),
-    "eight-splits": Case(t=1, n=2, m=2, h=32, slots=1024, window=1024, rows=2),
+    "four-splits": Case(t=5, n=3, m=1, h=32, slots=256, window=256),
+    "eight-splits-norm": Case(t=2, n=8, m=2, h=64, slots=512, window=512, qk_norm=True),
+    "sixteen-splits": Case(t=1, n=2, m=2, h=32, slots=1024, window=1024, rows=2),
     "short-window-long-cache": Case(t=5, n=4, m=1, h=32, slots=1024, window=512, rows=3),
 }
 
@@ -150,7 +150,7 @@ def test_the_cases_split_as_they_say():
     splits = {
         name: attention_blocks(c.rows - 1, c.t, c.n // c.m, c.m, c.window).splits for name, c in CASES.items()
     }  # fmt: skip
-    assert [splits[name] for name in ("plain", "two-splits", "four-splits-norm", "eight-splits")] == [1, 2, 4, 8]
+    assert [splits[name] for name in ("plain", "four-splits", "eight-splits-norm", "sixteen-splits")] == [1, 4, 8, 16]
 
 
 @pytest.mark.parametrize("slots", [100, 150])

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pard_jax.kernels.linear import MAX_ROWS, fits_linear, linear, linear_argmax
+from pard_jax.int8 import Int8Matrix
+from pard_jax.kernels.linear import MAX_ROWS, Normed, fits_linear, linear, linear_argmax, normed
 
 U = {jnp.bfloat16: 2.0**-8, jnp.float32: 2.0**-24, jnp.float16: 2.0**-11}
 LAYERS = 3
@@ -23,7 +24,15 @@ def normal(rng: np.random.Generator, *shape: int, dtype: Any = jnp.bfloat16) -> 
     return jnp.asarray(rng.standard_normal(shape), dtype)
 
 
+def int8(rng: np.random.Generator, *shape: int) -> Int8Matrix:
+    """Every integer there is, and scales of very different sizes."""
+    values, scale = rng.integers(-127, 128, shape), np.exp(rng.uniform(-8, -2, shape[:-1]))
+    return Int8Matrix(jnp.asarray(values, jnp.int8), jnp.asarray(scale, jnp.float32))
+
+
 def wide(a: Any) -> np.ndarray:
+    if isinstance(a, Int8Matrix):
+        return wide(a.values) * wide(a.scale)[..., None]
     return np.asarray(a).astype(np.float64)
 
 
@@ -47,24 +56,29 @@ def check(got: Any, value: np.ndarray, bound: np.ndarray, dtype: Any = jnp.bfloa
     assert (error <= 1.01 * (bound + U[dtype] * (np.abs(value) + bound))).all(), error.max()
 
 
-@pytest.mark.parametrize("rows", [1, 5, 16, 17, 40, 130])
-def test_products_of_several_matrices_of_different_widths(rows: int):
+@pytest.mark.parametrize(
+    ("rows", "matrix"), [*((rows, normal) for rows in (1, 5, 16, 17, 40, 130)), (1, int8), (17, int8)]
+)
+def test_products_of_several_matrices_of_different_widths(rows: int, matrix: Any):
     """Query, key and value projections: the norm, the biases, and the layer that was asked for."""
     rng = np.random.default_rng(rows)
     x, norm = normal(rng, rows, 192), normal(rng, LAYERS, 192)
-    weights = [normal(rng, LAYERS, width, 192) for width in (96, 32, 48)]
+    weights = [matrix(rng, LAYERS, width, 192) for width in (96, 32, 48)]
     biases = [normal(rng, LAYERS, w.shape[1]) for w in weights]
     for layer in range(LAYERS):
-        outputs = linear(x, weights, np.int32(layer), norm=norm, eps=EPS, biases=biases, interpret=True)
+        outputs = linear(normed(x, norm[layer]), weights, np.int32(layer), eps=EPS, biases=biases, interpret=True)
         assert len(outputs) == 3
         for got, weight, bias in zip(outputs, weights, biases, strict=True):
             check(got, *product(x, weight[layer], norm[layer], bias[layer]))
 
 
-@pytest.mark.parametrize(("rows", "with_bias"), [(1, True), (5, False), (17, True), (130, False)])
-def test_the_residual_is_added_before_the_one_rounding(rows: int, with_bias: bool):
+@pytest.mark.parametrize(
+    ("rows", "with_bias", "matrix"),
+    [(1, True, normal), (5, False, normal), (17, True, normal), (130, False, normal), (5, True, int8)],
+)
+def test_the_residual_is_added_before_the_one_rounding(rows: int, with_bias: bool, matrix: Any):
     rng = np.random.default_rng(rows)
-    x, weight, residual = normal(rng, rows, 128), normal(rng, LAYERS, 64, 128), normal(rng, rows, 64)
+    x, weight, residual = normal(rng, rows, 128), matrix(rng, LAYERS, 64, 128), normal(rng, rows, 64)
     bias = normal(rng, LAYERS, 64) if with_bias else None
     for layer in range(LAYERS):
         biases = None if bias is None else [bias]
@@ -73,17 +87,46 @@ def test_the_residual_is_added_before_the_one_rounding(rows: int, with_bias: boo
         check(got, value + wide(residual), bound)
 
 
-@pytest.mark.parametrize(("rows", "with_bias"), [(1, True), (5, False), (17, True), (130, False)])
-def test_the_gate_of_an_mlp(rows: int, with_bias: bool):
+@pytest.mark.parametrize(("rows", "width"), [(1, 576), (5, 64), (40, 192), (130, 48)])
+def test_a_norm_begins_with_the_product_before_it(rows: int, width: int):
+    """Its weights and the sums of squares, of the product as it was rounded; the product itself is unchanged."""
     rng = np.random.default_rng(rows)
-    x, norm = normal(rng, rows, 64), normal(rng, LAYERS, 64)
+    x, weight, residual = normal(rng, rows, 128), normal(rng, LAYERS, width, 128), normal(rng, rows, width)
+    norm = normal(rng, LAYERS + 1, width)
+    for layer in range(LAYERS):
+        (alone,) = linear(x, [weight], np.int32(layer), residual=residual, interpret=True)
+        got, on_its_way = linear(
+            x, [weight], np.int32(layer), residual=residual, next_norm=(norm, np.int32(layer + 1)), interpret=True
+        )
+        assert isinstance(on_its_way, Normed)
+        np.testing.assert_array_equal(wide(got), wide(alone))
+        check(on_its_way.rows, wide(got) * wide(norm[layer + 1])[None, :], np.zeros((rows, width)))
+        squares = wide(on_its_way.squares).sum(axis=1)
+        np.testing.assert_allclose(squares, (wide(got) ** 2).sum(axis=1), rtol=width * U[jnp.float32])
+
+
+def test_a_norm_over_two_products():
+    rng = np.random.default_rng(7)
+    x, first, second = normal(rng, 5, 128), normal(rng, 1, 192, 128), normal(rng, 1, 32, 192)
+    norm = normal(rng, 1, 192)
+    stream, on_its_way = linear(x, [first], np.int32(0), next_norm=(norm, np.int32(0)), interpret=True)
+    (got,) = linear(on_its_way, [second], np.int32(0), eps=EPS, interpret=True)
+    check(got, *product(stream, second[0], norm[0]))
+
+
+@pytest.mark.parametrize(
+    ("rows", "with_bias", "matrix"),
+    [(1, True, normal), (5, False, normal), (17, True, normal), (130, False, normal), (5, True, int8)],
+)
+def test_the_gate_of_an_mlp(rows: int, with_bias: bool, matrix: Any):
+    rng = np.random.default_rng(rows)
     # Narrow enough for gates on both sides of 0 where the sigmoid is neither 0 nor 1.
-    weights = [normal(rng, LAYERS, 80, 64) / 8 for _ in range(2)]
+    x, norm = normal(rng, rows, 64), normal(rng, LAYERS, 64) / 8
+    weights = [matrix(rng, LAYERS, 80, 64) for _ in range(2)]
     biases = [normal(rng, LAYERS, 80) for _ in range(2)] if with_bias else None
     for layer in range(LAYERS):
-        outputs = linear(
-            x, weights, np.int32(layer), norm=norm, eps=EPS, biases=biases, gated=True, interpret=True
-        )  # fmt: skip
+        rows_in = normed(x, norm[layer])
+        outputs = linear(rows_in, weights, np.int32(layer), eps=EPS, biases=biases, gated=True, interpret=True)
         assert len(outputs) == 1
         (gate, of_gate), (up, of_up) = (
             product(x, w[layer], norm[layer], None if biases is None else biases[i][layer])
@@ -107,7 +150,7 @@ def test_the_output_may_have_another_dtype(dtype: Any):
 def test_depths_of_one_and_of_several_turns(depth: int):
     rng = np.random.default_rng(depth)
     x, norm, weight = normal(rng, 3, depth), normal(rng, 1, depth), normal(rng, 1, 32, depth)
-    (got,) = linear(x, [weight], np.int32(0), norm=norm, eps=EPS, interpret=True)
+    (got,) = linear(normed(x, norm[0]), [weight], np.int32(0), eps=EPS, interpret=True)
     check(got, *product(x, weight[0], norm[0]))
 
 
@@ -154,10 +197,10 @@ def test_argmax_of_equals_within_a_block_and_across(at: tuple[int, ...]):
     np.testing.assert_array_equal(got, at[0])
 
 
-@pytest.mark.parametrize("limit", [1, 7, 17, 48, 144])
-def test_argmax_below_a_limit(limit: int):
+@pytest.mark.parametrize(("limit", "matrix"), [*((n, normal) for n in (1, 7, 17, 48, 144)), (17, int8), (144, int8)])
+def test_argmax_below_a_limit(limit: int, matrix: Any):
     rng = np.random.default_rng(limit)
-    x, weight = normal(rng, 21, 64), normal(rng, 144, 64)
+    x, weight = normal(rng, 21, 64), matrix(rng, 144, 64)
     scores = wide(x) @ wide(weight).T
     got = linear_argmax(x, weight, limit=limit, interpret=True)
     np.testing.assert_array_equal(got, scores[:, :limit].argmax(axis=1))

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pard_jax.int8 import Int8Matrix, quantized_like
 from pard_jax.kernels.attention import decode_attention
-from pard_jax.kernels.linear import linear, linear_argmax
+from pard_jax.kernels.linear import Normed, linear, linear_argmax
 from tests.kernels.ttir import Access, Kernel, kernels_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
@@ -46,6 +47,17 @@ def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+def int8(*shape: int) -> Int8Matrix:
+    return quantized_like(array(*shape))
+
+
+PRODUCTS = [
+    *(pytest.param(*case.values, array, id=case.id) for case in PASSES),
+    pytest.param(SMOLLM2, 5, int8, id="smollm2-5-int8"),
+    pytest.param(QWEN3_8B, 13, int8, id="qwen3-8b-13-int8"),
+]
+
+
 def only(kernels: list[Kernel]) -> Kernel:
     assert len(kernels) == 1
     return kernels[0]
@@ -58,7 +70,7 @@ def stored(found: Sequence[Access], argument: int) -> np.ndarray:
 
 def check_linear(kernel: Kernel, layers: int, outputs: int = 1) -> None:
     """In bounds at the last layer; every element of an output is written once, by one program."""
-    found = kernel.check_bounds({0: [layers - 1]})
+    found = kernel.check_bounds({0: [layers - 1, layers - 1]})
     assert {a.argument for a in found} == set(range(len(kernel.sizes)))
     assert {a.argument for a in found if a.store} == set(range(len(kernel.sizes))[-outputs:])
     for argument in range(len(kernel.sizes) - outputs, len(kernel.sizes)):
@@ -68,25 +80,27 @@ def check_linear(kernel: Kernel, layers: int, outputs: int = 1) -> None:
             assert len(written) == kernel.sizes[argument]
 
 
-@pytest.mark.parametrize(("model", "rows"), PASSES)
-def test_products_stay_in_their_arrays(model: Model, rows: int):
+@pytest.mark.parametrize(("model", "rows", "matrix"), PRODUCTS)
+def test_products_stay_in_their_arrays(model: Model, rows: int, matrix: Any):
+    """Scales are arrays of their own, which must be read within their bounds and are never left out."""
     d, n, m, h, f, _, layers, _ = model
-    x, norm = array(rows, d), array(layers, d)
+    x, norm, squares = array(rows, d), array(layers, d), array(rows, d // 16, dtype=jnp.float32)
 
-    def projections(x, norm, q, k, v, layer):
-        return linear(x, [q, k, v], layer, norm=norm, eps=1e-6)
+    def projections(x, squares, q, k, v, layer):
+        return linear(Normed(x, squares), [q, k, v], layer, eps=1e-6)
 
-    def residual(x, weight, stream, layer):
-        return linear(x, [weight], layer, residual=stream)
+    def residual(x, weight, stream, norm, layer):
+        return linear(x, [weight], layer, residual=stream, next_norm=(norm, layer))
 
-    def gated(x, norm, gate, up, layer):
-        return linear(x, [gate, up], layer, norm=norm, eps=1e-6, gated=True)
+    def gated(x, squares, gate, up, layer):
+        return linear(Normed(x, squares), [gate, up], layer, eps=1e-6, gated=True)
 
-    kv = array(layers, m * h, d)
-    check_linear(only(kernels_of(projections, x, norm, array(layers, n * h, d), kv, kv, LAYER)), layers, 3)
-    check_linear(only(kernels_of(residual, array(rows, n * h), array(layers, d, n * h), x, LAYER)), layers)
-    check_linear(only(kernels_of(gated, x, norm, array(layers, f, d), array(layers, f, d), LAYER)), layers)
-    check_linear(only(kernels_of(residual, array(rows, f), array(layers, d, f), x, LAYER)), layers)
+    kv, up = matrix(layers, m * h, d), matrix(layers, f, d)
+    check_linear(only(kernels_of(projections, x, squares, matrix(layers, n * h, d), kv, kv, LAYER)), layers, 3)
+    check_linear(only(kernels_of(gated, x, squares, up, up, LAYER)), layers)
+    for depth in (n * h, f):
+        down = matrix(layers, d, depth)
+        check_linear(only(kernels_of(residual, array(rows, depth), down, x, norm, LAYER)), layers, 3)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 16, 17, 128, 130])
@@ -103,24 +117,26 @@ def test_offsets_of_stacks_beyond_4_gib():
     kernel = only(
         kernels_of(lambda x, w, i: linear(x, [w], i), array(3, 5120), array(64, 25600, 5120), LAYER)
     )  # fmt: skip
-    found = kernel.check_bounds({0: [63]})
+    found = kernel.check_bounds({0: [63, 63]})
     last = max(int(a.offsets.max()) for a in found if a.argument == 2)
     assert last == 64 * 25600 * 5120 - 1
 
 
-@pytest.mark.parametrize(("model", "rows"), PASSES)
-def test_the_head_stays_in_its_arrays(model: Model, rows: int):
+@pytest.mark.parametrize(("model", "rows", "matrix"), PRODUCTS)
+def test_the_head_stays_in_its_arrays(model: Model, rows: int, matrix: Any):
     def scores(x, head):
         return linear(x, [head[None]], np.int32(0), out_dtype=jnp.float32)
 
     def best(x, head):
         return linear_argmax(x, head, limit=model.v - 3)
 
-    x, head = array(rows, model.d), array(model.v, model.d)
+    x, head = array(rows, model.d), matrix(model.v, model.d)
     check_linear(only(kernels_of(scores, x, head)), 1)
     kernel = only(kernels_of(best, x, head))
     found = kernel.check_bounds({})
-    for argument in (2, 3):
+    outputs = range(len(kernel.sizes))[-2:]
+    assert {a.argument for a in found if not a.store} >= set(range(outputs[0]))
+    for argument in outputs:
         written = stored(found, argument)
         assert len(np.unique(written)) == len(written) == rows * len(kernel.programs())
 
@@ -142,7 +158,11 @@ def test_attention_stays_in_its_arrays(model: Model, tokens: int, rows: int, win
         array(rows, tokens, n, h), kv, kv, array(rows, tokens, h, dtype=jnp.float32), cache, cache, LAYER,
         array(rows, dtype=jnp.int32), *([array(layers, h)] * 2 if qk_norm else []),
     ]  # fmt: skip
-    kernel = only(kernels_of(attention, *arguments))
+    kernel, *combining = kernels_of(attention, *arguments)
+    assert bool(combining) == (kernel.grid[2] > 1)
+    for second in combining:
+        found = second.check_bounds({}, every=True)
+        assert len(np.unique(stored(found, 3))) == second.sizes[3] == rows * tokens * n * h
     layer, at = layers - 1, [0, window - tokens][-rows:]
     found = kernel.check_bounds({0: [layer], 1: at}, every=True)
     wanted = np.zeros((layers, batch, m, slots, h), bool)
@@ -165,14 +185,14 @@ def small_attention(slots: int) -> Kernel:
 
     rotations, starts = array(2, 2, 32, dtype=jnp.float32), array(2, dtype=jnp.int32)
     kv, cache = array(2, 2, 2, 32), array(3, 2, 2, slots, 32)
-    return only(kernels_of(attention, array(2, 2, 4, 32), kv, rotations, cache, LAYER, starts))
+    return kernels_of(attention, array(2, 2, 4, 32), kv, rotations, cache, LAYER, starts)[0]
 
 
 def test_what_lies_beyond_is_found():
     """The check itself: a row that starts one slot too late, a layer that is not there."""
-    kernel = small_attention(128)
-    kernel.check_bounds({0: [2], 1: [126, 126]})
-    with pytest.raises(AssertionError, match="of argument 9, which has 49152 elements"):
-        kernel.check_bounds({0: [2], 1: [126, 127]})
-    with pytest.raises(AssertionError, match="of argument 6, which has 49152 elements"):
-        kernel.check_bounds({0: [3], 1: [126, 126]})
+    kernel = small_attention(64)
+    kernel.check_bounds({0: [2], 1: [62, 62]})
+    with pytest.raises(AssertionError, match="of argument 9, which has 24576 elements"):
+        kernel.check_bounds({0: [2], 1: [62, 63]})
+    with pytest.raises(AssertionError, match="of argument 6, which has 24576 elements"):
+        kernel.check_bounds({0: [3], 1: [62, 62]})

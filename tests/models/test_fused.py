@@ -18,7 +18,7 @@ import pytest
 from pard_jax.config import ModelConfig
 from pard_jax.models import KVCache, bind
 from pard_jax.models.fused import runs_fused
-from tests.helpers.models import LLAMA3_SCALING, model_config, random_params
+from tests.helpers.models import LLAMA3_SCALING, is_int8, model_config, quantized_params, random_params
 
 SLOTS, ROWS, T = 128, 3, 5
 SHAPE: dict[str, Any] = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 128, "num_hidden_layers": 2}
@@ -33,10 +33,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "head-alone": ("qwen3", {"head_dim": 24}),
     "nothing": ("llama", {"head_dim": 24, "hidden_size": 48}),
 }  # fmt: skip
+MODELS["llama-int8"] = MODELS["llama"]
 ALL = {"linear", "linear_argmax", "decode_attention"}
 KERNELS = {
     "llama": ALL, "qwen3-odd-vocabulary": ALL - {"linear_argmax"}, "attention-alone": {"decode_attention"},
-    "head-alone": ALL - {"decode_attention"}, "nothing": set(),
+    "head-alone": ALL - {"decode_attention"}, "nothing": set(), "llama-int8": ALL,
 }  # fmt: skip
 
 
@@ -49,10 +50,18 @@ class Result(NamedTuple):
 
 @functools.cache
 def model(name: str) -> tuple[ModelConfig, dict[str, Any]]:
-    """A config and bfloat16 parameters."""
+    """A config and bfloat16 parameters, or matrices of int8."""
     family, overrides = MODELS[name]
     config = model_config(family, **SHAPE | overrides)
-    return config, jax.tree.map(lambda p: p.astype(jnp.bfloat16), random_params(config, len(name)))
+    params = random_params(config, len(name))
+    if name.endswith("-int8"):
+        params = quantized_params(config, params)
+    return config, cast(params, jnp.bfloat16)
+
+
+def cast(params: Any, dtype: Any) -> Any:
+    """Whatever is not int8 in another dtype."""
+    return jax.tree.map(lambda p: p if is_int8(p) else p.astype(dtype), params, is_leaf=is_int8)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -76,7 +85,7 @@ def cache_of(config: ModelConfig, starts: Any, dtype: Any = jnp.bfloat16) -> KVC
 
 def run(name: str, implementation: str, tokens: np.ndarray, starts: np.ndarray, dtype: Any = jnp.bfloat16) -> Result:
     config, params = model(name)
-    params = jax.tree.map(lambda p: p.astype(dtype), params)
+    params = cast(params, dtype)
     cache = cache_of(config, starts, dtype)
     logits, cache, features, best, below = forward(config, implementation, params, tokens, cache, starts)
     assert (
@@ -100,7 +109,7 @@ def calls(name: str, first_row: Any = None) -> set[str]:
     return {kernel for kernel in ALL if re.search(rf"\bname={kernel}\n", str(traced))}
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen2", "attention-alone", "head-alone"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen2", "attention-alone", "head-alone", "llama-int8"])
 def test_the_kernels_are_as_exact_as_xla(name: str):
     config, _ = model(name)
     ids = np.random.default_rng(len(name)).integers(0, config.vocab_size, (ROWS, T)).astype(np.int32)
@@ -196,5 +205,6 @@ def test_layers_share_the_kernels_that_are_traced():
     text = forward.lower(config, "interpret", params, np.zeros((1, 1), np.int32), cache, starts).as_text()
     names = re.findall(r"func\.func private @(\w+)", text)
     assert sum(name.startswith("decode_attention") for name in names) == 1
-    # Query, key and value; output and down, of equal shape; gate and up; the head.
-    assert sum(re.fullmatch(r"linear(_\d+)?", name) is not None for name in names) == 4
+    # Query, key and value, behind the embedding and behind a layer; output and down, of equal shape; the last down,
+    # behind which no layer's norm is; gate and up; the head.
+    assert sum(re.fullmatch(r"linear(_\d+)?", name) is not None for name in names) == 6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -216,21 +217,22 @@ def memory(key):  # of this process, in bytes; VmHWM is the peak of VmRSS
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
     return int(line.split()[1]) * 1024
 
-directory, warm, dtype, devices = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
+directory, warm, dtype, devices, quantization = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5]
 jax.config.update("jax_num_cpu_devices", 8)
 mesh = make_mesh(devices) if devices else None
-load_params(warm, ModelConfig.from_pretrained(warm), dtype=dtype, mesh=mesh, progress=False)  # code is not data
+common = {"dtype": dtype, "mesh": mesh, "progress": False, "quantization": quantization or None}
+load_params(warm, ModelConfig.from_pretrained(warm), **common)  # code is not data
 before = memory("VmRSS")
 assert memory("VmHWM") - before < 8 << 20, "the peak of start-up would hide that of loading"
-params = load_params(directory, ModelConfig.from_pretrained(directory), dtype=dtype, mesh=mesh, progress=False)
+params = load_params(directory, ModelConfig.from_pretrained(directory), **common)
 jax.block_until_ready(params)
 print(json.dumps({"growth": memory("VmHWM") - before, "size": sum(x.nbytes for x in jax.tree.leaves(params))}))
 """
 
 
-def measure_peak(directory: Path, warm: Path, dtype: str, devices: int) -> tuple[int, int]:
+def measure_peak(directory: Path, warm: Path, dtype: str, devices: int, quantization: str = "") -> tuple[int, int]:
     """(growth of this process's peak memory over loading, size of the parameters), of a fresh process, in bytes."""
-    command = [sys.executable, "-c", PEAK, str(directory), str(warm), dtype, str(devices)]
+    command = [sys.executable, "-c", PEAK, str(directory), str(warm), dtype, str(devices), quantization]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
@@ -257,3 +259,69 @@ def test_peak_memory_is_the_parameters_and_the_largest_tensor(big, dtype, device
     largest = 8192 * 256 * 4  # the embedding as stored; a stacked up_proj is four times that
     assert size > 8 * largest * jnp.dtype(dtype).itemsize / 4
     assert size * 0.95 < growth < size + largest
+
+
+@linux
+def test_peak_memory_of_quantizing_is_the_integers_and_a_block_of_weights(big):
+    growth, size = measure_peak(big[0], big[1], "float32", 0, "int8")
+    assert 34 << 20 < size < 46 << 20  # of 34 MiB of matrices, and an embedding of 8 MiB that is no head
+    threads = min(8, os.cpu_count() or 1)
+    assert size * 0.95 < growth < size + (threads * 16 << 20)  # each reads 8 MiB at once; malloc keeps some
+
+
+def by_definition(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The integers nearest to a matrix's weights, and its rows' scales."""
+    weight = weight.astype(np.float32)
+    scale = np.max(np.abs(weight), axis=1) / np.float32(127)
+    return np.rint(weight / scale[:, None]).astype(np.int8), scale
+
+
+def assert_quantized(params, state, dtype):
+    """Every matrix that multiplies is the stored one's integers, every other array the stored one."""
+    names = {"q": "self_attn", "k": "self_attn", "v": "self_attn", "o": "self_attn"}
+    for name in "q", "k", "v", "o", "gate", "up", "down":
+        matrix = params["layers"][f"{name}_proj"]
+        for layer in range(matrix.shape[0]):
+            values, scale = by_definition(state[f"model.layers.{layer}.{names.get(name, 'mlp')}.{name}_proj.weight"])
+            np.testing.assert_array_equal(matrix.values[layer], values)
+            np.testing.assert_array_equal(matrix.scale[layer], scale)
+    head = params.get("lm_head", params["embed"])
+    for ours, want in zip(
+        (head.values, head.scale),
+        by_definition(state.get("lm_head.weight", state["model.embed_tokens.weight"])),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(ours, want)
+    norm = state["model.norm.weight"].astype(dtype)
+    np.testing.assert_array_equal(bits(params["norm"]), bits(norm))
+    if "lm_head" in params:
+        np.testing.assert_array_equal(bits(params["embed"]), bits(state["model.embed_tokens.weight"].astype(dtype)))
+
+
+@pytest.mark.parametrize("devices", [0, 8])
+@pytest.mark.parametrize(("tied", "stored", "dtype"), [(True, "bfloat16", "float32"), (False, "float32", "bfloat16")])
+def test_matrices_are_quantized_as_they_are_stored(tmp_path, monkeypatch, tied, stored, dtype, devices):
+    """Block by block of a few rows, the last ones smaller; the same on 8 devices, of which each has its part."""
+    from pard_jax.weights import load as module
+
+    monkeypatch.setattr(module, "_READ_WEIGHTS", 7 * 40)
+    monkeypatch.setattr(module, "_QUANTIZED_WEIGHTS", 3 * 40)
+    shape = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 4, "hidden_size": 40}
+    directory, config, state = tiny(tmp_path, "qwen3", DTYPES[stored], tie_word_embeddings=tied, **shape)
+    parsed, mesh = ModelConfig.from_hf(config), make_mesh(devices) if devices else None
+    params = load_params(directory, parsed, dtype=dtype, mesh=mesh, progress=False, quantization="int8")
+    assert_quantized(params, state, DTYPES[dtype])
+    expected = abstract_params(parsed, dtype, mesh, quantization="int8")
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(lambda x: (x.shape, x.dtype), expected)
+    if mesh is not None:
+        jax.tree.map(lambda x, a: np.testing.assert_equal(x.sharding, a.sharding), params, expected)
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite_is_not_quantized(tmp_path, value):
+    config = hf_config("llama")
+    state = hf_state(config)
+    state["model.layers.1.mlp.up_proj.weight"][3, 4] = value
+    directory = write_hf(tmp_path, config, state)
+    with pytest.raises(CheckpointError, match=r"layers\.up_proj holds infinities or NaN, which cannot be quantized"):
+        load_params(directory, ModelConfig.from_hf(config), dtype="float32", progress=False, quantization="int8")

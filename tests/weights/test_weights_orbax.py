@@ -16,7 +16,7 @@ from pard_jax.models import abstract_params, make_mesh
 from pard_jax.weights import CheckpointError, CheckpointMismatchError, load_params, orbax
 from tests.helpers.models import hf_config
 from tests.weights.files import assert_same_bits, hf_state, tiny, write_hf
-from tests.weights.test_weights_load import linux, measure_peak
+from tests.weights.test_weights_load import assert_quantized, linux, measure_peak
 
 
 def to_orbax(directory, config, target):
@@ -63,6 +63,14 @@ def test_every_device_is_given_its_own_part(stored):
     jax.tree.map(lambda x, a: np.testing.assert_equal(x.sharding, a.sharding), params, expected)
     assert {s.data.shape for s in params["layers"]["down_proj"].addressable_shards} == {(2, 32, 24)}
     assert_same_bits(params, {name: x.astype(np.float32) for name, x in state.items()})
+
+
+@pytest.mark.parametrize("devices", [0, 2])
+def test_matrices_are_quantized_as_they_are_stored(stored, devices):
+    directory, config, state = stored
+    mesh = make_mesh(devices) if devices else None
+    params = load_params(directory, config, dtype="float32", mesh=mesh, progress=False, quantization="int8")
+    assert_quantized(params, state, np.float32)
 
 
 def test_chunks_of_an_array(tmp_path, monkeypatch):
