@@ -83,7 +83,7 @@ def read(text: str) -> Hlo:
     return Hlo(
         layers=[_collectives(computations, reached[body]) for body in sorted(layers)],
         others=_collectives(computations, computations.keys() - within),
-        largest_copy=max((_largest(i.type) for i in every if i.opcode in _COPIES and not _only_moves(i)), default=0),
+        largest_copy=max((_largest(i.type) for i in _copies(computations)), default=0),
         longest_sort=max((_sorted_length(i) for i in every if i.opcode == "sort"), default=0),
         arguments=list(_arguments(text)),
     )
@@ -114,6 +114,21 @@ def _reached(computations: dict[str, list[Instruction]], root: str) -> set[str]:
 def _collectives(computations: dict[str, list[Instruction]], names: set[str]) -> dict[str, int]:
     kinds = (i.opcode.removesuffix("-start") for name in names for i in computations[name])
     return dict(sorted(collections.Counter(kind for kind in kinds if kind in COLLECTIVES).items()))
+
+
+def _copies(computations: dict[str, list[Instruction]]) -> Iterator[Instruction]:
+    """Copies whose result lies in memory: within a fusion, that of its last instruction alone does."""
+    every = [i for instructions in computations.values() for i in instructions]
+    fused = {_called(i) for i in every if i.opcode == "fusion"}
+    for name in computations.keys() - fused:
+        for i in computations[name]:
+            last = computations[_called(i)][-1] if i.opcode == "fusion" else i
+            if last.opcode in _COPIES and not _only_moves(last):
+                yield last
+
+
+def _called(fusion: Instruction) -> str:
+    return re.findall(r"calls=%([^ ,]+)", fusion.rest)[0]
 
 
 def _only_moves(instruction: Instruction) -> bool:

@@ -98,7 +98,9 @@ def test_caches_are_given_back_in_place(case: Case) -> None:
         assert program.aliased is not None and found.cache_bytes <= program.aliased < found.cache_bytes + MIB
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case[4] != "int8"]
+)  # a layer's weights are, to vector memory
 def test_no_cache_is_copied(case: Case) -> None:
     """Neither as a whole nor layer by layer, which would need fewer temporaries."""
     found = analysis(*case)
