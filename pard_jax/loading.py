@@ -180,7 +180,7 @@ def load_engine(
     # On one device, too: the caches are then bound to it as the weights are, and programs that have run once need not
     # be compiled again for what they returned themselves.
     mesh = make_mesh(tp)
-    _check_divisible(tp, [m for m in (config, draft_config) if m is not None])
+    check_divisible(tp, [m for m in (config, draft_config) if m is not None])
 
     device = mesh.devices.flat[0]
     dtype, chunk_size, steps = by_platform(engine_config, device)
@@ -379,7 +379,12 @@ def _eos_token_ids(tokenizer: Tokenizer | None, config: ModelConfig, generation:
     return tuple(dict.fromkeys(ids))
 
 
-def _check_divisible(tp: int, configs: list[ModelConfig]) -> None:
+def check_divisible(tp: int, configs: list[ModelConfig]) -> None:
+    """Refuse models that ``tp`` devices cannot share.
+
+    Raises:
+        ValueError: it does not divide what is split among them.
+    """
     for config in configs:
         for name in ("num_kv_heads", "intermediate_size", "vocab_size"):
             if (size := getattr(config, name)) % tp:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 
 from pard_jax import cli
-from pard_jax.bench import cod, generate, quantization, step
+from pard_jax.bench import aot, cod, generate, quantization, step
 from pard_jax.train import options
 
 # What measures, and what to do when memory runs out.
 COMMANDS = {
     "generate": (generate.measure, generate.MEMORY),
     "step": (step.measure, step.MEMORY),
+    "aot": (aot.measure, aot.MEMORY),
     "quantization": (quantization.measure, quantization.MEMORY),
     "cod": (cod.measure, options.MEMORY),
 }

@@ -11,7 +11,7 @@ import jax
 
 from pard_jax import __version__
 
-PACKAGES = ("jax", "flax", "transformers", "torch")
+PACKAGES = ("jax", "libtpu", "flax", "transformers", "torch")
 
 
 def describe() -> dict[str, Any]:

@@ -21,3 +21,11 @@ def numbers(text: str) -> list[int]:
     if min(found) < 1:
         raise argparse.ArgumentTypeError(f"expected numbers of at least 1, got {text!r}")
     return list(dict.fromkeys(found))
+
+
+def names(text: str) -> list[str]:
+    """Names with commas between them, each once, as ``type=`` of a flag."""
+    found = [part.strip() for part in text.split(",")]
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"expected names with commas between them, got {text!r}")
+    return list(dict.fromkeys(found))

@@ -22,15 +22,14 @@ from pard_jax.bench.flags import numbers
 from pard_jax.bench.shapes import SHAPES, model_shape
 from pard_jax.bench.step_report import Result
 from pard_jax.bench.step_run import Bench, Measured, copy_rate
-from pard_jax.bench.step_setup import Setup
-from pard_jax.config import EngineConfig, ModelConfig
+from pard_jax.bench.step_setup import NO_DRAFT, Setup, check_draft_flags, mask_token_id
+from pard_jax.config import EngineConfig
 from pard_jax.config.engine import IMPLEMENTATIONS
 from pard_jax.engine.memory import device_memory
 from pard_jax.loading import by_platform, resolve_implementation, specializes
 from pard_jax.models import init_params, make_mesh
 
 MEMORY = "lower --batch, --cache or -k, or choose smaller models"  # what to do when it runs out
-NO_DRAFT = "none"
 _ON_CPU = ("demo-target", "demo-draft")
 _ELSEWHERE = ("qwen3-8b", "qwen3-0.6b")
 _KS = [4, 8, 12]
@@ -120,12 +119,7 @@ def _check(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
     if args.target is not None and args.draft is None:
         raise ValueError(f"--target {args.target} needs a draft: name one with --draft, or --draft {NO_DRAFT}")
-    if args.draft == NO_DRAFT:
-        for flag, value in (("-k", args.num_speculative_tokens), ("--mask-token-id", args.mask_token_id)):
-            if value is not None:
-                raise ValueError(
-                    f"{flag} belongs to a draft, and --draft {NO_DRAFT} was given; leave one of the two out"
-                )
+    check_draft_flags(args)
     for name in (args.target, args.draft):
         if name not in (None, NO_DRAFT):
             model_shape(name)
@@ -151,7 +145,7 @@ def _setup(args: argparse.Namespace, device: Any) -> Setup:
     return Setup(
         target=target,
         draft=draft,
-        mask_token_id=_mask_token_id(args, target, draft),
+        mask_token_id=mask_token_id(args.mask_token_id, target, draft),
         dtype=jnp.dtype(dtype),
         implementation=resolve_implementation(args.implementation, dtype, mesh),
         specialize=specializes(device),
@@ -163,20 +157,6 @@ def _setup(args: argparse.Namespace, device: Any) -> Setup:
         mesh=mesh,
         quantization=engine.quantization,
     )
-
-
-def _mask_token_id(args: argparse.Namespace, target: ModelConfig, draft: ModelConfig | None) -> int | None:
-    """Any id will do, as the weights are random; the target's last one shows whether the two vocabularies agree."""
-    if draft is None or args.mask_token_id is not None:
-        return args.mask_token_id
-    if draft.mask_token_id is not None:
-        return draft.mask_token_id
-    if draft.vocab_size < target.vocab_size:
-        raise ValueError(
-            f"the draft {args.draft} has {draft.vocab_size} ids and lacks mask id {target.vocab_size - 1}, the last of "
-            f"{args.target}; choose a draft with that vocabulary, or name an id of both with --mask-token-id"
-        )
-    return target.vocab_size - 1
 
 
 def _measure(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from pard_jax.decoding.drafters import Drafter
 from pard_jax.engine.memory import MemoryPlan, NotEnoughMemoryError, Speculation, cache_bytes, plan_memory
 from pard_jax.loading import make_drafter
 from pard_jax.report import pass_bytes
+
+NO_DRAFT = "none"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +72,12 @@ class Setup:
         """The sizes that the engine would choose."""
         return plan_memory(
             self.target,
-            EngineConfig(max_model_len=self.cache, max_num_seqs=num_rows, quantization=self.quantization),
+            EngineConfig(
+                max_model_len=self.cache,
+                max_num_seqs=num_rows,
+                tensor_parallel_size=self.mesh.size,
+                quantization=self.quantization,
+            ),
             Speculation(k, k, self.draft, self.quantization) if k else Speculation(),
             dtype=self.dtype,
             chunk_size=self.chunk_size,
@@ -88,3 +96,34 @@ class Setup:
             pass_bytes(m, self.dtype, self.quantization) + cache_bytes(m, num_rows, self.context, self.dtype)
             for m in models
         )
+
+
+def check_draft_flags(args: argparse.Namespace) -> None:
+    """Refuse flags of a draft where there is none.
+
+    Raises:
+        ValueError: they were given beside ``--draft none``.
+    """
+    if args.draft != NO_DRAFT:
+        return
+    for flag, value in (("-k", args.num_speculative_tokens), ("--mask-token-id", args.mask_token_id)):
+        if value is not None:
+            raise ValueError(f"{flag} belongs to a draft, and --draft {NO_DRAFT} was given; leave one of the two out")
+
+
+def mask_token_id(given: int | None, target: ModelConfig, draft: ModelConfig | None) -> int | None:
+    """Any id will do, as the weights are random; the target's last one shows whether the two vocabularies agree.
+
+    Raises:
+        ValueError: the draft has fewer ids.
+    """
+    if draft is None or given is not None:
+        return given
+    if draft.mask_token_id is not None:
+        return draft.mask_token_id
+    if draft.vocab_size < target.vocab_size:
+        raise ValueError(
+            f"the draft has {draft.vocab_size} ids and lacks mask id {target.vocab_size - 1}, the target's last; "
+            "choose a draft with that vocabulary, or name an id of both with --mask-token-id"
+        )
+    return target.vocab_size - 1

@@ -10,6 +10,7 @@ import psutil
 
 from pard_jax.config import EngineConfig, ModelConfig
 from pard_jax.models import param_bytes
+from pard_jax.models.attention import block_slots
 
 _GIB = 1 << 30
 # Slots are a multiple of this: the widest tile of a TPU's registers, so that no cache is padded on the way.
@@ -163,17 +164,20 @@ def _plan(
     if speculation.draft is not None and not speculation.shares_weights:
         weights += param_bytes(speculation.draft, dtype, speculation.draft_quantization)
     caches = sum(cache_bytes(m, num_rows, num_slots, dtype) for m in models)
-    # float32 scores over the vocabulary: raw, warped, probabilities and noise of the target's rows; twice for drafts.
-    scores = 4 * num_rows * target.vocab_size * (4 * (k + 1) + (2 * k if speculation.sampled else k))
+    # float32 scores over the vocabulary: the target's raw, warped, as probabilities, as noise, as a sum; the drafts'.
+    scores = 4 * num_rows * target.vocab_size * (5 * (k + 1) + (2 * k if speculation.sampled else k))
     # A wide pass takes in at most four times the tokens of a plain decoding step, so that small batches have none.
     prefill_rows = min(_MAX_PREFILL_ROWS, max(1, 4 * num_rows // chunk_size), num_rows)
-    rows = max(num_rows * max(2 * k, k + 1), prefill_rows * chunk_size)
+    passes = ((num_rows, max(2 * k, k + 1)), (prefill_rows, chunk_size))  # rows and tokens of each: decoding, prefill
     widest = max(models, key=lambda m: m.intermediate_size)
+    rows = max(r * t for r, t in passes)
     activations = rows * (3 * widest.intermediate_size + 6 * target.hidden_size) * dtype.itemsize
     if engine.quantization or speculation.draft_quantization:
         # Where a product cannot read int8, one layer's matrix at a time is converted for it.
         activations += widest.intermediate_size * widest.hidden_size * dtype.itemsize
-    attention = 2 * 4 * rows * max(m.num_heads for m in models) * num_slots
+    # float32 scores over the slots that a pass holds them of, and their softmax.
+    heads = max(m.num_heads for m in models)
+    attention = max(2 * 4 * r * t * heads * block_slots(t, num_slots) for r, t in passes)
     return MemoryPlan(
         max_model_len=max_model_len,
         num_slots=num_slots,

@@ -24,7 +24,7 @@ from pard_jax.int8 import Int8Matrix, quantize, quantized_like
 from pard_jax.kernels.linear import fits_linear, linear_argmax
 from pard_jax.kernels.linear import linear as fused_linear
 from pard_jax.models.argmax import first_argmax
-from pard_jax.models.attention import attend, attend_sequence
+from pard_jax.models.attention import attend, attend_in_blocks, attend_sequence, block_slots
 from pard_jax.models.cache import KVCache
 from pard_jax.models.fused import fused_layers, runs_fused
 from pard_jax.models.layer import Params, linear, mlp, product, qkv, rms_norm
@@ -147,6 +147,7 @@ class Decoder(nnx.Module):
         tables = rope_tables(config.rope, config.head_dim, positions)
         # Causality by position alone hides whatever lies behind a row's length.
         mask = jnp.arange(window, dtype=jnp.int32)[None, None, :] <= positions[:, :, None]
+        block = block_slots(t, window)
 
         def layer(carry: tuple[Array, KVCache], xs: tuple[Params, Array]):
             x, cache = carry
@@ -155,8 +156,12 @@ class Decoder(nnx.Module):
                 q, k, v = qkv(config, p, rms_norm(x, p["attn_norm"], config.rms_norm_eps))
                 q, k = apply_rope(q, tables), apply_rope(k, tables)
                 cache = cache.write(index, first_row, starts, k.swapaxes(1, 2), v.swapaxes(1, 2))
-                k, v = cache.window(index, first_row, r, window)
-                x = x + linear(attend(q, k, v, mask), p["o_proj"], p.get("o_bias"))
+                if block < window:
+                    read = functools.partial(cache.window, index, first_row, r, block)
+                    out = attend_in_blocks(q, read, positions, window=window, block=block)
+                else:
+                    out = attend(q, *cache.window(index, first_row, r, window), mask)
+                x = x + linear(out, p["o_proj"], p.get("o_bias"))
             with jax.named_scope("mlp"):
                 x = x + mlp(config, p, x)
             return (x, cache), (x if capture else None)

@@ -1,23 +1,22 @@
-"""The step compiled for a real TPU by libtpu, on a machine that has none. Byte counts are the compiler's."""
+"""Prefill and the step compiled for real TPUs by libtpu, on a machine that has none. Byte counts are the compiler's."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-import os
+import json
+from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from pard_jax.config import ModelConfig
-from pard_jax.decoding.drafters import PardDrafter
-from pard_jax.decoding.state import init_state
-from pard_jax.decoding.step import Programs
-from pard_jax.models import abstract_params, param_bytes
+from pard_jax.bench.__main__ import main
+from pard_jax.bench.aot_compile import WEIGHTS, Analysis, analyse, chip_memory, open_topology
+from pard_jax.bench.shapes import model_shape
+from pard_jax.bench.step_setup import Setup
+from pard_jax.models import param_bytes
 
 pytestmark = [
     pytest.mark.aot_tpu,
@@ -26,89 +25,158 @@ pytestmark = [
 ]
 
 MIB = 1 << 20
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 151936,
-    "head_dim": 128,
-    "num_key_value_heads": 8,
-    "rope_theta": 1e6,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": True,
-}
-TARGET = ModelConfig.from_hf(
-    QWEN3 | {"hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "intermediate_size": 9728}
-)
-DRAFT = ModelConfig.from_hf(
-    QWEN3 | {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "intermediate_size": 3072}
-)
-K = 12
+Case = tuple[str, int, int, int, str]
+TARGET, K = model_shape("qwen3-4b"), 12
+# Topology, cache, rows, K, weights. Single tokens (K = 0) are what a compiler rearranges caches for.
+CASES = [
+    ("v5e:1x1", 4096, 1, K, "bfloat16"),
+    ("v5e:1x1", 4096, 1, K, "int8"),
+    ("v6e:1x1", 32768, 1, K, "bfloat16"),
+    ("v5e:2x2", 32768, 1, K, "bfloat16"),
+    ("v5e:1x1", 4096, 1, 0, "bfloat16"),
+    ("v6e:1x1", 4096, 8, 0, "bfloat16"),
+]
 
 
-@pytest.fixture(scope="module")
-def mesh() -> Mesh:
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-1")
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    os.environ.setdefault("TPU_WORKER_ID", "0")
-    from jax.experimental import topologies
-
-    topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:1x1", chips_per_host_bounds=(1, 1, 1))
-    return Mesh(np.asarray(topology.devices), ("tensor",))
+@pytest.fixture(scope="module", autouse=True)
+def no_cache() -> Iterator[None]:
+    """JAX warns where it cannot read a TPU's program back."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    yield
+    jax.config.update("jax_enable_compilation_cache", before)
 
 
 @functools.cache
-def compiled_step(mesh: Mesh, num_rows: int, max_model_len: int, quantization: str | None = None):
-    """The whole PARD step, Qwen3-4B with PARD-Qwen3-0.6B in bfloat16, and the bytes of its caches."""
-    drafter = PardDrafter(
-        num_speculative_tokens=K,
-        config=DRAFT,
-        target_vocab_size=TARGET.vocab_size,
-        max_model_len=max_model_len,
+def analysis(topology: str, cache: int, rows: int, k: int, weights: str) -> Analysis:
+    """Qwen3-4B with PARD-Qwen3-0.6B."""
+    dtype, quantization = WEIGHTS[weights]
+    mesh = open_topology(topology)
+    setup = Setup(
+        target=TARGET,
+        draft=model_shape("qwen3-0.6b"),
         mask_token_id=151670,
+        dtype=jnp.dtype(dtype),
+        implementation="xla",
+        specialize=False,
+        chunk_size=256,
+        num_steps=8,
+        cache=cache,
+        context=cache,
+        memory_bytes=None,
+        mesh=mesh,
+        quantization=quantization,
     )
-    num_slots = -(-(max_model_len + 2 * K) // 128) * 128
-    everywhere = NamedSharding(mesh, P())
-
-    def place(leaf):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere)
-
-    state = jax.eval_shape(lambda: init_state(TARGET, drafter, num_rows, num_slots, jnp.bfloat16))
-    params = {
-        name: abstract_params(config, jnp.bfloat16, quantization=quantization)
-        for name, config in (("target", TARGET), ("draft", DRAFT))
-    }
-    programs = Programs(TARGET, drafter, chunk_size=256, max_steps=8)
-    arguments = (params, state, jax.ShapeDtypeStruct((num_rows,), bool), jax.ShapeDtypeStruct((), jnp.int32))
-    lowered = programs.decode.lower(*jax.tree.map(place, arguments), window=num_slots)
-    caches = [state.cache, state.draft.cache]
-    return lowered.compile(), sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(caches))
+    return analyse(setup, rows, k, chip_memory(mesh))
 
 
-def test_pard_step_fits_and_copies_no_cache(mesh: Mesh) -> None:
-    compiled, cache_bytes = compiled_step(mesh, 1, 4096)
-    memory = compiled.memory_analysis()
-    print(
-        f"\nv5e:1x1, Qwen3-4B + 0.6B, bf16, K=12, 4k: arguments {memory.argument_size_in_bytes / MIB:.0f} MiB, "
-        f"temporaries {memory.temp_size_in_bytes / MIB:.1f} MiB, alias {memory.alias_size_in_bytes / MIB:.0f} MiB, "
-        f"caches {cache_bytes / MIB:.0f} MiB, peak {memory.peak_memory_in_bytes / MIB:.0f} MiB"
-    )
-    assert memory.temp_size_in_bytes < 64 * MIB
-    # The caches and the small arrays of the state are given back in place.
-    assert cache_bytes <= memory.alias_size_in_bytes < cache_bytes + MIB
-    assert memory.peak_memory_in_bytes < 15.75 * 1024 * MIB
+def layers(case: Case) -> int:
+    return 36 + (28 if case[3] else 0)
 
 
-def test_int8_weights_are_read_as_they_are(mesh: Mesh) -> None:
+def chips(case: Case) -> int:
+    return 4 if case[0] == "v5e:2x2" else 1
+
+
+@pytest.mark.parametrize(("topology", "gib"), [("v5e:1x1", 15.75), ("v5e:2x2", 15.75), ("v6e:1x1", 31.25)])
+def test_memory_of_a_chip(topology: str, gib: float) -> None:
+    assert chip_memory(open_topology(topology)) == gib * 1024 * MIB
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_temporaries_are_small(case: Case) -> None:
+    for program in analysis(*case).programs:
+        assert program.temporaries is not None and program.temporaries < 64 * MIB, program
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_caches_are_given_back_in_place(case: Case) -> None:
+    found = analysis(*case)
+    assert found.cache_bytes == 2 * layers(case) * 8 * found.plan.num_slots * 128 * 2 * case[2] // chips(case)
+    for program in found.programs:
+        # And the small arrays of the state.
+        assert program.aliased is not None and found.cache_bytes <= program.aliased < found.cache_bytes + MIB
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case[4] != "int8"]
+)  # a layer's weights are, to vector memory
+def test_no_cache_is_copied(case: Case) -> None:
+    """Neither as a whole nor layer by layer, which would need fewer temporaries."""
+    found = analysis(*case)
+    layer = found.cache_bytes // (2 * layers(case))
+    for program in found.programs:
+        assert program.hlo is not None and program.hlo.largest_copy < layer
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_arguments_are_hardly_padded(case: Case) -> None:
+    for program in analysis(*case).programs:
+        assert program.hlo is not None and program.arguments is not None
+        assert program.hlo.worst_padding < 2
+        arguments = program.hlo.arguments
+        assert sum(a.padded for a in arguments) < 1.01 * sum(a.size for a in arguments)
+        # What is read of the program's text is what the compiler counts.
+        assert abs(sum(a.padded for a in arguments) - program.arguments) < MIB
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_sort_over_the_vocabulary(case: Case) -> None:
+    for program in analysis(*case).programs:
+        assert program.hlo is not None and program.hlo.longest_sort <= 32  # stop ids may be
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_plan_is_enough_and_hardly_more(case: Case) -> None:
+    found = analysis(*case)
+    assert found.fits and found.needed < found.memory_bytes
+    assert found.needed <= found.plan.total_bytes < 1.05 * found.needed
+
+
+def test_wide_prefill_copies_no_cache_either() -> None:
+    """Rows by their ids. Sampling for so many needs more memory than the bound on temporaries; it is planned for."""
+    case = ("v6e:1x1", 256, 128, 0, "bfloat16")
+    found = analysis(*case)
+    assert found.plan.prefill_rows == 2
+    prefill, _ = found.programs
+    assert prefill.hlo is not None and prefill.hlo.largest_copy < found.cache_bytes // (2 * layers(case))
+    assert prefill.temporaries is not None and prefill.temporaries < 64 * MIB
+    assert found.needed <= found.plan.total_bytes < 1.05 * found.needed
+
+
+def test_int8_weights_are_read_as_they_are() -> None:
     """Half the bytes, and no matrix in bfloat16 beside them: it is converted within the product."""
-    eight = compiled_step(mesh, 1, 4096, "int8")[0].memory_analysis()
-    plain = compiled_step(mesh, 1, 4096)[0].memory_analysis()
-    weights = sum(param_bytes(config, jnp.bfloat16, "int8") for config in (TARGET, DRAFT))
-    assert weights < 0.51 * sum(param_bytes(config, jnp.bfloat16) for config in (TARGET, DRAFT))
-    assert eight.argument_size_in_bytes < plain.argument_size_in_bytes - 0.98 * weights
-    assert eight.temp_size_in_bytes < 64 * MIB
+    weights = sum(param_bytes(config, jnp.bfloat16, "int8") for config in (TARGET, model_shape("qwen3-0.6b")))
+    plain, eight = (analysis("v5e:1x1", 4096, 1, K, kind) for kind in ("bfloat16", "int8"))
+    assert eight.needed < plain.needed - 0.98 * weights
 
 
-def test_no_sort_over_the_vocabulary(mesh: Mesh) -> None:
-    compiled, _ = compiled_step(mesh, 1, 4096)
-    assert " sort(" not in compiled.as_text()
+def test_two_collectives_a_layer() -> None:
+    for program in analysis("v5e:2x2", 32768, 1, K, "bfloat16").programs:
+        assert program.hlo is not None
+        assert program.hlo.layers == [{"all-reduce": 2}, {"all-reduce": 2}]  # draft and target
+        assert set(program.hlo.others) == {"all-reduce"}
+    for program in analysis("v5e:1x1", 4096, 1, K, "bfloat16").programs:
+        assert program.hlo is not None and program.hlo.layers == [{}, {}] and program.hlo.others == {}
+
+
+def test_what_does_not_fit_is_said_and_what_it_would_need(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "report.json"
+    arguments = ["--target", "qwen3-14b", "--draft", "none", "--json", str(path), "--table"]
+    assert main(["aot", *arguments]) == 0
+    (result,) = json.loads(path.read_text())["results"]
+    weights = model_shape("qwen3-14b").num_parameters * 2
+    assert result["fits"] is False and weights < result["needed_bytes"] < 1.1 * weights
+    assert result["programs"][0] == {
+        "program": "prefill", "fits": False, "needed_bytes": result["programs"][0]["needed_bytes"],
+        "argument_bytes": None, "temporary_bytes": None, "alias_bytes": None, "peak_bytes": None,
+        "compile_seconds": None,
+    }  # fmt: skip
+    assert f"| qwen3-14b | bfloat16 | no ({result['needed_bytes'] / 2**30:.1f}) |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("topology", ["v5e", "v9:1x1", "v5e:3x3"])
+def test_topologies_that_are_none(topology: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["aot", "--topology", topology]) == 2
+    err = capsys.readouterr().err
+    assert f"libtpu cannot make the topology '{topology}'" in err and len(err.splitlines()) == 1

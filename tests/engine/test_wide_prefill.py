@@ -140,7 +140,7 @@ def test_the_wide_pass_is_planned_for():
     few, many = (plan_for(PAIR.target, Speculation(), LENGTH, ROWS, chunk) for chunk in (64, CHUNK))
     assert (few.prefill_rows, many.prefill_rows) == (1, 6)
     rows = (64, 6 * CHUNK)
-    scores = 4 * ROWS * PAIR.target.vocab_size * 4
+    scores = 4 * ROWS * PAIR.target.vocab_size * 5
     per_row = (few.workspace_bytes - scores) // rows[0]
     assert many.workspace_bytes - scores == per_row * rows[1]
 

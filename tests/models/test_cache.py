@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pard_jax.models import KVCache
+from pard_jax.models.cache import _slice_rows, _write_slots
 
 L, B, M, S, H = 3, 5, 2, 24, 4
 
@@ -47,6 +50,16 @@ def test_write_equals_a_loop(layer, first_row, starts, width):
     np.testing.assert_array_equal(written.v, expected[1])
 
 
+@pytest.mark.parametrize(("first_row", "starts"), [(0, [0]), (4, [S - 1]), (0, [0, 3, S - 1, 11, 9]), (2, [5, 5])])
+def test_single_slots_as_tpus_write_them(first_row, starts):
+    cache, new = random_cache(0).k, random_cache(1).k[0, : len(starts), :, :1]
+    arguments = (cache, jnp.int32(2), jnp.int32(first_row), jnp.asarray(starts, jnp.int32), new)
+    expected = np.array(cache)
+    for r, start in enumerate(starts):
+        expected[2, first_row + r, :, start] = new[r, :, 0]
+    np.testing.assert_array_equal(jax.jit(_write_slots)(*arguments), expected)
+
+
 @pytest.mark.parametrize(
     ("rows", "starts", "width"),
     [([3, 0, 4], [0, S - 4, 7], 4), ([2], [5], 3), ([4, B, 1, B + 1], [2, 0, S - 1, 3], 1), ([B], [0], 2)],
@@ -66,6 +79,10 @@ def test_rows_by_their_ids(rows, starts, width):
     np.testing.assert_array_equal(written.v, expected[1])
     k, v = written.window(jnp.int32(1), ids, len(rows), 9)
     real = [r for r, row in enumerate(rows) if row < B]
+    later, _ = written.window(jnp.int32(1), ids, len(rows), 5, jnp.int32(4))
+    np.testing.assert_array_equal(later, k[:, :, 4:])
+    by_row = jax.jit(functools.partial(_slice_rows, window=5))(written.k, jnp.int32(1), ids, jnp.int32(4))
+    np.testing.assert_array_equal(by_row, later)  # as TPUs read them
     np.testing.assert_array_equal(k[np.asarray(real, int)], expected[0][1, [rows[r] for r in real], :, :9])
     np.testing.assert_array_equal(v[np.asarray(real, int)], expected[1][1, [rows[r] for r in real], :, :9])
 
@@ -79,12 +96,14 @@ def test_write_takes_the_cache_dtype():
     np.testing.assert_array_equal(written.v[1, 2, :, 3].astype(jnp.float32), -1.0)
 
 
-@pytest.mark.parametrize(("first_row", "rows", "window"), [(0, B, S), (1, 3, 8), (4, 1, 1)])
-def test_window_reads_the_first_slots(first_row, rows, window):
+@pytest.mark.parametrize(
+    ("first_row", "rows", "window", "start"), [(0, B, S, 0), (1, 3, 8, 0), (4, 1, 1, S - 1), (2, 2, 7, 5)]
+)
+def test_window_reads_slots_of_rows(first_row, rows, window, start):
     cache = random_cache(3)
-    k, v = cache.window(jnp.int32(1), jnp.int32(first_row), rows, window)
-    np.testing.assert_array_equal(k, cache.k[1, first_row : first_row + rows, :, :window])
-    np.testing.assert_array_equal(v, cache.v[1, first_row : first_row + rows, :, :window])
+    k, v = cache.window(jnp.int32(1), jnp.int32(first_row), rows, window, start)
+    np.testing.assert_array_equal(k, cache.k[1, first_row : first_row + rows, :, start : start + window])
+    np.testing.assert_array_equal(v, cache.v[1, first_row : first_row + rows, :, start : start + window])
 
 
 def test_zeros_are_two_buffers():

@@ -13,6 +13,7 @@ from flax import nnx
 
 from pard_jax.config import ModelConfig
 from pard_jax.models import Decoder, KVCache, abstract_params, bind, init_params
+from pard_jax.models.attention import block_slots
 from tests.helpers.models import LLAMA3_SCALING, hf_config, hf_model, model_config, params_of, random_params
 
 T = 48  # tokens of the oracle's sequences
@@ -168,6 +169,31 @@ def test_rows_at_different_starts():
     np.testing.assert_allclose(part, expected[1:3], atol=1e-4)
     np.testing.assert_allclose(part_out.cache.k[:, 1:3], out.cache.k[:, 1:3], atol=1e-5)
     np.testing.assert_array_equal(part_out.cache.k[:, 0::3], cache.k[:, 0::3])
+
+
+@pytest.mark.parametrize("rows", [[1], [2, 0]])
+def test_long_windows_are_read_in_blocks_and_give_what_whole_sequences_do(rows):
+    """Chunks of prefill, one row or several by their ids, against a pass without a cache."""
+    config = model_config("qwen3", max_position_embeddings=2048)
+    params = random_params(config, 0)
+    length, width, window = 1190, 170, 1300  # three blocks, of which the last overlaps the second
+    assert block_slots(width, window) == 512
+    tokens = np.random.default_rng(0).integers(0, 128, (len(rows), length), np.int32)
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
+    mask = jnp.broadcast_to(positions[:, None, :] <= positions[:, :, None], (len(rows), length, length))
+    expected = bind(config, params).encode(params["embed"][tokens], positions, mask)
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def run(params, cache, chunk, starts):
+        first_row = jnp.int32(rows[0]) if len(rows) == 1 else jnp.asarray(rows, jnp.int32)
+        out = bind(config, params)(chunk, cache, starts, window=window, first_row=first_row)
+        return out.cache, out.hidden
+
+    cache = KVCache.zeros((config.num_layers, 3, config.num_kv_heads, window, config.head_dim), jnp.float32)
+    for start in range(0, length, width):
+        chunk = tokens[:, start : start + width]
+        cache, hidden = run(params, cache, chunk, np.full(len(rows), start, np.int32))
+        np.testing.assert_allclose(hidden, expected[:, start : start + width], atol=5e-5)
 
 
 def test_rejected_tokens_leave_no_trace():
