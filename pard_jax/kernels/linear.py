@@ -96,10 +96,11 @@ def linear(
     outputs = widths[:1] if gated else widths
     # A grid of column blocks: those of the first matrix, then those of the second, ...
     counts = [pl.cdiv(width, blocks.columns) for width in outputs]
-    norm, norm_layer = (None, layer) if next_norm is None else next_norm
-    indices = jnp.stack([jnp.asarray(layer, jnp.int32), jnp.asarray(norm_layer, jnp.int32)])
-    operands, structure = jax.tree.flatten((indices, x, weights, biases, norm, squares, residual))
-    specs = [_whole(indices), _tall(blocks, depth), *map(_whole, jax.tree.leaves((weights, biases, norm)))]
+    # Each index by itself: putting two constants together is a kernel of its own.
+    layer = jnp.reshape(layer, 1)
+    norm = None if next_norm is None else (next_norm[0], jnp.reshape(next_norm[1], 1))
+    operands, structure = jax.tree.flatten((layer, x, weights, biases, norm, squares, residual))
+    specs = [_whole(layer), _tall(blocks, depth), *map(_whole, jax.tree.leaves((weights, biases, norm)))]
     specs += [_tall(blocks, a.shape[1]) for a in (squares, residual) if a is not None]
     kernel = functools.partial(
         _kernel,
@@ -186,9 +187,9 @@ def _kernel(
     num_rows: int,
 ):  # fmt: skip
     inputs, outputs = refs[: structure.num_leaves], refs[structure.num_leaves :]
-    indices_ref, x_ref, weights, biases, norm, squares, residual = structure.unflatten(inputs)
+    layer_ref, x_ref, weights, biases, norm, squares, residual = structure.unflatten(inputs)
     biases = [None] * len(weights) if biases is None else biases
-    layer = indices_ref[0]
+    layer = layer_ref[0]
     columns = blocks.columns
     real = _real_rows(blocks, num_rows)
     block = pl.program_id(0)
@@ -226,7 +227,8 @@ def _kernel(
             _store(output, at(first), value, real)
             if norm is not None:
                 value = value.astype(jnp.float32)
-                scaled = value * norm[indices_ref[1], at(first)].astype(jnp.float32)[None, :]
+                weights_ref, norm_layer_ref = norm
+                scaled = value * weights_ref[norm_layer_ref[0], at(first)].astype(jnp.float32)[None, :]
                 _store(outputs[1], at(first), scaled, real)
                 _store_column(outputs[2], jnp.sum(value * value, axis=1), real)
 

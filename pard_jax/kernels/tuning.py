@@ -41,11 +41,12 @@ def linear_blocks(rows: int, depth: int, widths: Sequence[int], *, gated: bool, 
     """
     height = min(max(16, power_of_two(rows)), 128)
     step = next(s for s in (256, 128, 64) if depth % s == 0)
+    total = widths[0] if gated else sum(widths)
     if height > 32:
         # The tensor cores' time counts, and whole warp groups use them best.
-        columns = next(c for c in (64, 32, 16) if all(width % c == 0 for width in widths))
+        sizes = (c for c in (64, 32) if all(width % c == 0 for width in widths) and total // c >= _NUM_PROCESSORS // 2)
+        columns = next(sizes, 16)
         return LinearBlocks(height, columns, 64, warps=4 if columns < 64 else 8, stages=4)
-    total = widths[0] if gated else sum(widths)
     if all(width % 64 == 0 for width in widths) and total >= 8 * 64 * _NUM_PROCESSORS:
         return LinearBlocks(height, 64, min(step, 256 // itemsize), warps=2, stages=4)
     if all(width % 32 == 0 for width in widths) and (gated or depth >= 1024) and total >= 24 * 32:
