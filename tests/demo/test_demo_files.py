@@ -26,7 +26,7 @@ def test_chat_is_not_what_the_demo_is_trained_on() -> None:
     assert not chat & {prompt.core for prompt in demo}
 
 
-def test_openers_are_distinct_lines_of_three_kinds() -> None:
+def test_openers_are_distinct_lines_of_all_kinds() -> None:
     sections: dict[str, list[str]] = {}
     title = ""
     for line in OPENERS.read_text(encoding="utf-8").splitlines():
@@ -35,8 +35,8 @@ def test_openers_are_distinct_lines_of_three_kinds() -> None:
         elif line:
             assert line == line.strip() and line.count("\\") == line.count("\\n"), line
             sections.setdefault(title, []).append(line)
-    assert list(sections) == ["# Chat.", "# Word problems.", "# Code."]
+    assert list(sections) == ["# Chat.", "# Everyday talk.", "# Word problems.", "# Code."]
     openers = [opener for section in sections.values() for opener in section]
-    assert len(set(openers)) == len(openers) >= 140
+    assert len(set(openers)) == len(openers) >= 300
     shares = [len(section) / len(openers) for section in sections.values()]
-    assert all(abs(share - wanted) < 0.06 for share, wanted in zip(shares, (0.4, 0.3, 0.3), strict=True)), shares
+    assert shares[0] + shares[1] > 0.6 and min(shares) > 0.1
