@@ -33,8 +33,8 @@ SLOTS = 64  # the most slots of the cache that attention takes in a turn: caches
 _NUM_PROCESSORS = 132  # of an H100 or H200: fewer programs than this leave some idle
 
 
-# By rows rounded up, D, the widths' sum (of a gate: its width) and bytes a weight: shapes of Qwen3-8B and 0.6B whose best
-# blocks are not those of the rules below.
+# By rows rounded up, D, the widths' sum (of a gate: its width) and bytes a weight: shapes of Qwen3-8B and 0.6B whose
+# best blocks are not those of the rules below.
 _MEASURED = {
     (128, 4096, 12288, 2): LinearBlocks(128, 128, 64, warps=8, stages=4),
     (128, 12288, 4096, 2): LinearBlocks(64, 64, 128, warps=8, stages=4),

@@ -276,7 +276,7 @@ def forward_passes(function: Any, *args: Any) -> int:
     def count(jaxpr: Any) -> int:
         total = 0
         for equation in jaxpr.eqns:
-            if equation.primitive.name == "cond":  # no decoder runs in a branch, but a cache is written row by row in one
+            if equation.primitive.name == "cond":  # no decoder runs in a branch; one writes a cache row by row
                 continue
             values = [x for v in equation.params.values() for x in (v if isinstance(v, tuple) else (v,))]
             inner = [getattr(x, "jaxpr", x) for x in values]
