@@ -19,6 +19,7 @@ DESCRIPTION = """\
 Train twice, with rows dropped as asked (COD) and with all of them, at equal updates; compare rows, time and acceptance.
 The runs and their models are left in OUTPUT/cod and OUTPUT/all.
 """
+_NOT_HELD_OUT = "nothing is held out to measure acceptance on; give --held-out or --held-out-data"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,8 @@ def measure(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
     if args.json is not None:
         cli.check_writable(Path(args.json))
+    if args.held_out == 0 and args.held_out_data is None:
+        raise ValueError(_NOT_HELD_OUT)
     kept = (args.retention, args.min_retention)
     rows: list[Row] = []
     for name, (retention, minimum) in {"cod": kept, "all": (1.0, 1.0)}.items():
@@ -62,7 +65,7 @@ def _run(name: str, args: argparse.Namespace, retention: float, minimum: float) 
     args = argparse.Namespace(**{**vars(args), **varied})
     outcome = run.run(args)
     if outcome.evaluation is None:
-        raise ValueError("nothing is held out to measure acceptance on; give --held-out or --held-out-data")
+        raise ValueError(_NOT_HELD_OUT)
     evaluation, seconds = outcome.evaluation, outcome.seconds_per_update
     return Row(
         name,

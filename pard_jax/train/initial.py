@@ -43,16 +43,15 @@ def config_of_checkpoint(directory: Path, layers: Sequence[int] | None = None) -
     return ModelConfig.from_hf(config_json), config_json
 
 
-def from_checkpoint(
+def params_of_checkpoint(
     directory: Path, layers: Sequence[int] | None = None, *, progress: bool = True
-) -> tuple[ModelConfig, dict[str, Any], dict[str, Any]]:
-    """Config, ``config.json`` and float32 parameters of a checkpoint: see :func:`config_of_checkpoint`."""
-    config, config_json = config_of_checkpoint(directory, layers)
+) -> dict[str, Any]:
+    """Float32 parameters of a checkpoint, with all of its layers or some: see :func:`config_of_checkpoint`."""
     params = load_params(directory, ModelConfig.from_pretrained(directory), dtype="float32", progress=progress)
     if layers is not None:
         kept = np.asarray(layers)
         params = {**params, "layers": jax.tree.map(lambda x: x[kept], params["layers"])}
-    return config, config_json, params
+    return params
 
 
 def config_of_file(path: Path) -> tuple[ModelConfig, dict[str, Any]]:

@@ -143,7 +143,7 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError("give either --model, to start from a checkpoint, or --config, to start from random weights")
     if args.config is not None and args.tokenizer is None:
         raise ValueError("--config needs --tokenizer: the directory of the tokenizer that the samples were made with")
-    if args.layers is not None and args.config is not None:
+    if layer_indices(args) is not None and args.config is not None:
         raise ValueError("--layers picks layers of --model; --config says itself how many there are")
     for names, least in _LEAST:
         for name in names:
@@ -193,6 +193,22 @@ def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
         clip=args.clip,
         embedding_ratio=args.embedding_ratio,
     )
+
+
+def layer_indices(args: argparse.Namespace) -> list[int] | None:
+    """The layers to start with; None for all.
+
+    Raises:
+        ValueError: something else than indices.
+    """
+    if args.layers is None:
+        return None
+    try:
+        return [int(index) for index in args.layers.split(",")]
+    except ValueError:
+        raise ValueError(
+            f"--layers takes indices with commas between them, as 0,1,28,29; got {args.layers!r}"
+        ) from None
 
 
 def cod_config(args: argparse.Namespace) -> CodConfig:

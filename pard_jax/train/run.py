@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> Outcome:
     if inputs.directory is None:
         params = init_params(config, dtype=jnp.float32, seed=args.seed)
     else:
-        _, _, params = initial.from_checkpoint(inputs.directory, inputs.layers)
+        params = initial.params_of_checkpoint(inputs.directory, inputs.layers)
     target_config = target_params = None
     if inputs.target is not None:
         target_config = inputs.target[1]
@@ -131,7 +131,7 @@ def run(args: argparse.Namespace) -> Outcome:
 
 
 def _read_inputs(args: argparse.Namespace) -> _Inputs:
-    layers = None if args.layers is None else [int(i) for i in args.layers.split(",")]
+    layers = options.layer_indices(args)
     directory = None
     if args.model is not None:
         directory = resolve_target(args.model, revision=args.revision)

@@ -47,3 +47,6 @@ def test_rows_time_and_acceptance_of_both(tmp_path: Path, capsys):
 def test_no_training_without_something_to_measure_on(tmp_path: Path, capsys):
     assert main(["cod", "--data", "none.jsonl", "--output", str(tmp_path)]) == 2
     assert "--model" in capsys.readouterr().err
+    begin = ["cod", "--model", "demo", "--data", "none.jsonl", "--output", str(tmp_path)]
+    assert main([*begin, "--held-out", "0"]) == 2
+    assert "nothing is held out" in capsys.readouterr().err and not list(tmp_path.iterdir())

@@ -216,6 +216,7 @@ def test_held_out_files_of_their_own(base, tmp_path):
         (["--batch-size", "800"], "800"),
         (["--data", "missing.jsonl"], "missing.jsonl"),
         (["--layers", "0,4"], "layer 4"),
+        (["--layers", "first,1"], "indices with commas between them, as 0,1,28,29; got 'first,1'"),
         (["--steps", "0"], "--steps"),
         (["--devices", "9"], "9 devices"),
         (["--attention", "cudnn"], "NVIDIA"),
