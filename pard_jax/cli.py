@@ -279,7 +279,10 @@ def check_writable(path: Path) -> None:
     if not path.absolute().parent.is_dir():
         raise FileNotFoundError(f"--output {path}: there is no directory {path.absolute().parent}")
     beside = _beside(path)
-    beside.touch()
+    try:
+        beside.touch()
+    except OSError as e:
+        raise type(e)(f"--output {path} cannot be written: {e.strerror}") from None
     beside.unlink()
 
 

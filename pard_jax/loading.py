@@ -337,7 +337,9 @@ def _mask_token_id(speculative: SpeculativeConfig, draft: ModelConfig) -> int:
         keys = ", ".join(f"`{key}`" for key in MASK_TOKEN_KEYS[:-1])
         raise ValueError(
             f"For parallel drafting, the draft model config must have {keys}, or `{MASK_TOKEN_KEYS[-1]}` specified in "
-            "its config.json. (Or name an unused id as `mask_token_id` in the speculative config.)"
+            "its config.json. (Or name an unused id as `mask_token_id` in the speculative config, --mask-token-id on a "
+            "command line. A draft that was not trained for parallel drafting runs one token after the other: "
+            "`parallel_drafting` false, --method draft_model.)"
         )
     if not 0 <= mask < draft.vocab_size:
         raise ValueError(

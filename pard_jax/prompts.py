@@ -43,11 +43,11 @@ def read_prompts(texts: Sequence[str], file: str | None = None, limit: int | Non
     if file is None:
         if limit is not None:
             raise ValueError("--limit takes the first prompts of a file; give one with --prompts")
-        if not texts and sys.stdin and not sys.stdin.isatty():
-            texts = [STDIN]
-        if not texts:
-            raise ValueError('no prompt was given; pass one as an argument, with --prompts FILE, or on stdin as "-"')
         read = [_stdin().removesuffix("\n") if text == STDIN else text for text in texts]
+        if not texts and sys.stdin and not sys.stdin.isatty():
+            read = [text] if (text := _stdin().removesuffix("\n")) else []
+        if not read:
+            raise ValueError('no prompt was given; pass one as an argument, with --prompts FILE, or on stdin as "-"')
         return [_text(text, f"prompt {i}") for i, text in enumerate(read, 1)]
     if texts:
         raise ValueError("prompts were given as arguments and with --prompts; choose one")

@@ -51,7 +51,7 @@ def test_from_arguments_and_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="no prompt was given"):
         read_prompts([])
     monkeypatch.setattr(sys, "stdin", Stdin(""))
-    with pytest.raises(ValueError, match="prompt 1 is empty"):
+    with pytest.raises(ValueError, match="no prompt was given"):
         read_prompts([])
     with pytest.raises(ValueError, match="prompt 2 is empty"):
         read_prompts(["x", ""])

@@ -12,5 +12,5 @@ class CheckpointError(ValueError):
 
 
 class CheckpointMismatchError(CheckpointError):
-    """The tensors are not those of the config. The message lists every one that is missing, unexpected, of another
-    shape or of a dtype that is not supported."""
+    """The tensors are not those of the config. The message counts those that are missing, unexpected, of another
+    shape or of a dtype that is not supported, and lists the first."""

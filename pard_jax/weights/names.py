@@ -18,6 +18,8 @@ from pard_jax.weights.errors import CheckpointMismatchError
 
 Path = tuple[str, ...]  # of an array in the parameter tree
 
+_MOST_LISTED = 20  # things that are wrong: a config of another size is wrong about hundreds of tensors
+
 # Path in the tree -> HF name; `{}` is the layer.
 NAMES: dict[Path, str] = {
     ("embed",): "model.embed_tokens.weight",
@@ -93,7 +95,7 @@ def check_tensors(
         unsupported: (name, dtype) of the tensors whose dtype cannot be loaded.
 
     Raises:
-        CheckpointMismatchError: one error that lists everything that is wrong.
+        CheckpointMismatchError: one error that counts everything that is wrong and lists the first of it.
     """
     problems = [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in found]
     problems += [f"unexpected {name} {list(shape)}" for name, shape in found.items() if name not in expected]
@@ -107,7 +109,8 @@ def check_tensors(
         for name, dtype in unsupported
     ]
     if problems:
-        listed = "\n  ".join(problems)
+        rest = len(problems) - _MOST_LISTED
+        listed = ";\n  ".join(problems[:_MOST_LISTED] + ([f"and {rest} more"] if rest > 0 else []))
         raise CheckpointMismatchError(
             f"{where} does not hold the model that its config.json describes; {len(problems)} problem(s):\n  {listed}"
         )

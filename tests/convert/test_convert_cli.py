@@ -101,7 +101,7 @@ def test_drafts_that_borrow_an_embedding(tmp_path, capsys):
         (["hf-to-orbax", "{tmp}/m.gguf", "{tmp}/out"], "is a file; expected a checkpoint directory"),
         (["hf-to-orbax", "{tmp}/full", "{tmp}/out"], "full holds no config.json"),
         (["hf-to-orbax", "{tmp}/damaged", "{tmp}/out"], "model.safetensors is truncated or corrupt"),
-        (["hf-to-orbax", "{tmp}/lacking", "{tmp}/out"], "2 problem(s): missing lm_head.weight [128, 32] missing"),
+        (["hf-to-orbax", "{tmp}/lacking", "{tmp}/out"], "2 problem(s): missing lm_head.weight [128, 32]; missing"),
         (["hf-to-orbax", "org/name", "{tmp}/out"], "org/name is not a local directory, and"),
         (["orbax-to-hf", "{tmp}/lacking", "{tmp}/out"], "has no params/; expected an Orbax directory"),
         (["orbax-to-hf", "{tmp}/absent", "{tmp}/out"], "absent has no params/; expected an Orbax directory"),

@@ -128,11 +128,11 @@ def test_one_error_lists_everything_that_is_wrong(tmp_path):
         load(write_hf(tmp_path, config, state), config)
     assert str(error.value).splitlines() == [
         f"{tmp_path} does not hold the model that its config.json describes; 6 problem(s):",
-        "  missing lm_head.weight [128, 32]",
-        "  missing model.layers.1.self_attn.q_proj.weight [64, 32]",
-        "  unexpected model.layers.0.self_attn.q_norm.weight [16]",
-        "  shape of model.norm.weight is [33], expected [32]",
-        "  shape of model.layers.0.mlp.up_proj.weight is [48, 31], expected [48, 32]",
+        "  missing lm_head.weight [128, 32];",
+        "  missing model.layers.1.self_attn.q_proj.weight [64, 32];",
+        "  unexpected model.layers.0.self_attn.q_norm.weight [16];",
+        "  shape of model.norm.weight is [33], expected [32];",
+        "  shape of model.layers.0.mlp.up_proj.weight is [48, 31], expected [48, 32];",
         "  dtype of model.layers.1.mlp.down_proj.weight is I8, which is not supported "
         "(use bfloat16, float16 or float32)",
     ]

@@ -68,3 +68,11 @@ def test_every_difference_is_listed_in_one_error():
     assert message.startswith("here does not hold")
     for part in ("4 problem(s)", "missing a [1, 2]", "unexpected d []", "shape of b is [4], expected [3]", "c is I8"):
         assert part in message
+
+
+def test_hundreds_of_problems_are_counted_and_not_listed():
+    expected = {f"layer.{i}": (2,) for i in range(300)}
+    with pytest.raises(CheckpointMismatchError, match=r"300 problem\(s\)") as error:
+        names.check_tensors("here", expected, {}, [])
+    assert "missing layer.19 [2];" in str(error.value) and "and 280 more" in str(error.value)
+    assert "layer.20" not in str(error.value)
