@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from pard_jax.weights import resolve_checkpoint
 from pard_jax.weights.borrow import assembled, is_stripped
 from pard_jax.weights.cache import cache_home, cached_directory
+from pard_jax.weights.checkpoint import read_headers
 from pard_jax.weights.errors import CheckpointError, CheckpointNotFoundError
 
 DEFAULT = "demo"
@@ -191,6 +192,7 @@ def _hub_or_gguf(name: str, hub_id: str, gguf: str, progress: bool) -> Path:
     """A target that was converted before; or from the hub or HF's cache; or converted now."""
     converted = f"{name}-{re.sub(r'[^A-Za-z0-9.]+', '-', gguf.removeprefix('pypi:')).strip('-.')}"
     if (made := cache_home() / converted).is_dir():
+        _check_whole(made, gguf)
         if progress:
             _say(f"{name}: target converted from {gguf} before")
         return made
@@ -210,6 +212,18 @@ def _hub_or_gguf(name: str, hub_id: str, gguf: str, progress: bool) -> Path:
         return cached_directory(converted, lambda out: gguf_to_hf(gguf, out, progress=progress))
     except CheckpointNotFoundError as e:
         raise CheckpointNotFoundError(f"the preset {name!r} cannot be had: {unavailable}; and {e}") from e
+
+
+def _check_whole(made: Path, source: str) -> None:
+    """Refuse what was converted before and has been damaged since."""
+    try:
+        if not (made / "config.json").is_file():
+            raise CheckpointError("it holds no config.json")
+        read_headers(made)
+    except (CheckpointError, CheckpointNotFoundError) as e:
+        raise CheckpointError(
+            f"{made}, converted from {source} before, is damaged: {e}; delete it to convert again"
+        ) from e
 
 
 def _say(line: str) -> None:

@@ -166,6 +166,19 @@ def test_without_a_hub_it_is_converted_once(
         resolve_target("tiny")
 
 
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+def test_what_was_converted_and_is_damaged_is_named(two_sources: Path, home: Path, file: str) -> None:
+    target = resolve_target("tiny")
+    if file == "config.json":
+        (target / file).unlink()
+    else:
+        (target / file).write_bytes((target / file).read_bytes()[:-100])
+    with pytest.raises(
+        CheckpointError, match=f"{target}, converted from .*, is damaged: .* delete it to convert again"
+    ):
+        resolve_target("tiny")
+
+
 def test_the_hub_comes_first(
     two_sources: Path, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
