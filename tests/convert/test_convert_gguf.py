@@ -305,8 +305,8 @@ def test_one_error_lists_every_tensor_that_is_wrong(tmp_path):
     with pytest.raises(CheckpointMismatchError) as error:
         convert(tmp_path / "m.gguf", tmp_path / "out")
     assert str(error.value).splitlines()[1:] == [
-        "  missing blk.1.ffn_up.weight [48, 32]",
-        "  unexpected blk.0.attn_sinks.weight [4]",
+        "  missing blk.1.ffn_up.weight [48, 32];",
+        "  unexpected blk.0.attn_sinks.weight [4];",
         "  shape of output_norm.weight is [31], expected [32]",
     ]
 
