@@ -1,4 +1,4 @@
-"""How the kernels divide their work: block sizes by shape, as measured on an H200 (docs/performance.md)."""
+"""How the kernels divide their work: block sizes by shape, from measurements on an H200 (docs/performance.md)."""
 
 from __future__ import annotations
 
