@@ -20,7 +20,7 @@ from pard_jax.bench.spread import Spread, rate
 from pard_jax.bench.step_setup import Setup
 from pard_jax.decoding.drafters import DraftContext
 from pard_jax.decoding.drafters.model import DraftState
-from pard_jax.decoding.state import DecodeState, init_state
+from pard_jax.decoding.state import DecodeState, all_active, init_state
 from pard_jax.decoding.step import Programs
 from pard_jax.models import KVCache, bind
 
@@ -193,22 +193,12 @@ class Bench:
 
     def _rewound(self) -> DecodeState:
         """Every row active with the context's tokens; the caches keep what they hold."""
-        state, context = self.state, self.setup.context
-
-        def full(like: jax.Array, value: int) -> jax.Array:
-            return jax.device_put(np.full(like.shape, value, like.dtype), like.sharding)
-
+        state = all_active(self.state, self.setup.context)
         draft = state.draft
         if isinstance(draft, DraftState):
-            draft = dataclasses.replace(draft, cached=full(draft.cached, context - 1))
-        return dataclasses.replace(
-            state,
-            length=full(state.length, context),
-            cached=full(state.cached, context - 1),
-            max_length=full(state.max_length, self.setup.cache),
-            active=full(state.active, True),
-            draft=draft,
-        )
+            cached = np.full(draft.cached.shape, self.setup.context - 1, np.int32)
+            draft = dataclasses.replace(draft, cached=jax.device_put(cached, draft.cached.sharding))
+        return dataclasses.replace(state, draft=draft)
 
 
 def copy_rate(num_bytes: int, repeats: int) -> Spread:

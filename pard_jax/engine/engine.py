@@ -275,13 +275,14 @@ class Engine:
         for name, args, static in self._all_calls(max_length):
             self._call(name, *args, **static)
         windows = self._windows(max_length)
-        # What never ran is slow the first time, on a CPU by some ten steps: without this the first request would pay.
-        for greedy in self._greedy:
-            for choice in self._choices(windows[0], greedy):
-                self._time_step(choice)
         for window in windows:
             for greedy in self._greedy:
-                self._policy.measure(self._choices(window, greedy), self._time_step)
+                choices = self._choices(window, greedy)
+                self._policy.measure(choices, self._time_step)
+                if window == windows[0] and not self._policy.measures:
+                    # What never ran is slow the first time, on a CPU by some ten steps: the first request would pay.
+                    for choice in choices:
+                        self._time_step(choice)
         jax.block_until_ready(self._state.length)
         self._measured_up_to = self._longest(max_length)
         return len(windows)
