@@ -112,22 +112,35 @@ def _kernel(layer_ref, starts_ref, q_ref, k_ref, v_ref, rotations_ref, *refs, bl
     layer, start = layer_ref[0], starts_ref[row]
     low, high = pl.ds(0, half), pl.ds(half, half)
 
-    def rotated(ref, token: Array, heads: Array, norm) -> tuple[Array, Array]:
+    def load(ref, token: Array, heads: Array, norm) -> tuple[Array, ...]:
+        """What :func:`rotated` needs. All of it is asked for first, as the compiler moves no load over a sum."""
+        halves = [ref[row, token, heads, half] for half in (low, high)]
+        turns = [rotations_ref[row, token, half] for half in (low, high)]
+        return (*halves, *turns, *(() if norm is None else (norm[layer, low], norm[layer, high])))
+
+    def rotated(first: Array, second: Array, cos: Array, sin: Array, *norm: Array) -> tuple[Array, Array]:
         """Both halves of the heads, [.., H/2] each, normed and rotated; float32."""
-        at = (row, token, heads)
-        first, second = ref[*at, low].astype(jnp.float32), ref[*at, high].astype(jnp.float32)
-        if norm is not None:
+        first, second = first.astype(jnp.float32), second.astype(jnp.float32)
+        if norm:
             squares = jnp.sum(first * first, axis=1) + jnp.sum(second * second, axis=1)
             scale = lax.rsqrt(squares / h + eps)[:, None]
-            first = first * scale * norm[layer, low].astype(jnp.float32)[None, :]
-            second = second * scale * norm[layer, high].astype(jnp.float32)[None, :]
-        cos, sin = rotations_ref[row, token, low], rotations_ref[row, token, high]
+            first, second = (
+                x * scale * w.astype(jnp.float32)[None, :] for x, w in zip((first, second), norm, strict=True)
+            )
         return first * cos - second * sin, second * cos + first * sin
 
     index = jnp.arange(blocks.queries, dtype=jnp.int32)
     # Rows beyond what there is repeat the last token's, and write the same values to the same place.
     token = jnp.minimum(index // group, t - 1)
-    q1, q2 = (x.astype(k_cache.dtype) for x in rotated(q_ref, token, head * group + index % group, q_norm))
+    queries = load(q_ref, token, head * group + index % group, q_norm)
+    new = jnp.arange(blocks.new, dtype=jnp.int32)
+    new_token = jnp.minimum(new, t - 1)
+
+    def load_new():
+        return load(k_ref, new_token, head, k_norm), v_ref[row, new_token, head, :]
+
+    loaded = load_new() if blocks.splits > 1 else None
+    q1, q2 = (x.astype(k_cache.dtype) for x in rotated(*queries))
 
     def attend(carry, k1, k2, values, visible):
         sums, largest, total = carry
@@ -159,12 +172,10 @@ def _kernel(layer_ref, starts_ref, q_ref, k_ref, v_ref, rotations_ref, *refs, bl
 
     def with_new(carry):
         """Take in the new tokens, and write them to the cache."""
-        new = jnp.arange(blocks.new, dtype=jnp.int32)
-        at = jnp.minimum(new, t - 1)
-        k1, k2 = (x.astype(k_out.dtype) for x in rotated(k_ref, at, head, k_norm))
-        values = v_ref[row, at, head, :].astype(v_out.dtype)
+        keys, values = loaded or load_new()
+        k1, k2, values = (x.astype(k_out.dtype) for x in (*rotated(*keys), values))
         for ref, part, value in ((k_out, low, k1), (k_out, high, k2), (v_out, pl.ds(0, h), values)):
-            ref[layer, row, head, start + at, part] = value
+            ref[layer, row, head, start + new_token, part] = value
         visible = (new[None, :] <= token[:, None]) & (new < t)[None, :]
         return attend(carry, k1, k2, values, visible)
 

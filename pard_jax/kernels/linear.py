@@ -14,7 +14,7 @@ scale, with which a product commutes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +25,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from pard_jax.int8 import Int8Matrix
+from pard_jax.kernels.overlap import can_start_early, let_next_start
 from pard_jax.kernels.tuning import LinearBlocks, linear_blocks, power_of_two
 
 MAX_ROWS = 128  # more are bound by arithmetic, which is the libraries' strength
@@ -111,6 +112,8 @@ def linear(
         counts=counts,
         blocks=blocks,
         num_rows=rows,
+        # Products with int8 gain nothing from it.
+        overlap=not interpret and can_start_early() and not isinstance(weights[0], Int8Matrix),
     )
     out_shapes = [jax.ShapeDtypeStruct((rows, width), out_dtype) for width in outputs]
     if norm is not None:
@@ -173,6 +176,8 @@ def _argmax_kernel(*refs, structure: Any, blocks: LinearBlocks, num_rows: int, l
     first = pl.program_id(0) * blocks.columns
     real = _real_rows(blocks, num_rows)
     (scores,) = _products(x_ref, [matrix], (), first, real, blocks)
+    if isinstance(matrix, Int8Matrix):
+        scores = scores * matrix.scale[pl.ds(pl.multiple_of(first, blocks.columns), blocks.columns)][None, :]
     ids = first + jnp.arange(blocks.columns, dtype=jnp.int32)[None, :]
     scores = jnp.where(ids < limit, scores, -jnp.inf)
     largest = jnp.max(scores, axis=1)
@@ -184,7 +189,7 @@ def _argmax_kernel(*refs, structure: Any, blocks: LinearBlocks, num_rows: int, l
 
 def _kernel(
     *refs, structure: Any, num_squares: int, gated: bool, eps: float, counts: list[int], blocks: LinearBlocks,
-    num_rows: int,
+    num_rows: int, overlap: bool,
 ):  # fmt: skip
     inputs, outputs = refs[: structure.num_leaves], refs[structure.num_leaves :]
     layer_ref, x_ref, weights, biases, norm, squares, residual = structure.unflatten(inputs)
@@ -197,22 +202,38 @@ def _kernel(
     def at(first: Array):
         return pl.ds(pl.multiple_of(first, columns), columns)
 
-    def products(matrices: list[Any], biases: list[Any], first: Array) -> list[Array]:
+    # The compiler moves no load over the loop. What the sums meet behind it is asked for in front of it, where it is
+    # little: its latency then hides behind the weights'.
+    ask_early = blocks.rows == 16
+
+    def products(
+        matrices: list[Any], biases: list[Any], first: Array, load_more: Callable[[], Any] = lambda: None
+    ) -> tuple[list[Array], Any]:
+        """The products' columns from ``first`` on, float32, and what ``load_more`` gives."""
+
+        def load() -> tuple[Any, ...]:
+            parts = None
+            if squares is not None:
+                of_part = jnp.arange(power_of_two(num_squares), dtype=jnp.int32) < num_squares
+                parts = plgpu.load(squares.at[:, :], mask=real[:, None] & of_part[None, :], other=0.0)
+            scales = [m.scale[layer, at(first)] if isinstance(m, Int8Matrix) else None for m in matrices]
+            return parts, scales, [None if b is None else b[layer, at(first)] for b in biases], load_more()
+
+        loaded = load() if ask_early else None
         sums = _products(x_ref, matrices, (layer,), first, real, blocks)
-        depth = matrices[0].shape[-1]
-        if squares is not None:
-            of_part = jnp.arange(power_of_two(num_squares), dtype=jnp.int32) < num_squares
-            parts = plgpu.load(squares.at[:, :], mask=real[:, None] & of_part[None, :], other=0.0)
-            scale = jax.lax.rsqrt(jnp.sum(parts, axis=1) / depth + eps)
+        if overlap:
+            sums = [let_next_start(s) for s in sums]
+        parts, scales, shifts, more = loaded or load()
+        sums = [s if scale is None else s * scale[None, :] for s, scale in zip(sums, scales, strict=True)]
+        if parts is not None:
+            scale = jax.lax.rsqrt(jnp.sum(parts, axis=1) / matrices[0].shape[-1] + eps)
             sums = [s * scale[:, None] for s in sums]
-        return [
-            s if bias is None else s + bias[layer, at(first)].astype(jnp.float32)[None, :]
-            for s, bias in zip(sums, biases, strict=True)
-        ]
+        sums = [s if b is None else s + b.astype(jnp.float32)[None, :] for s, b in zip(sums, shifts, strict=True)]
+        return sums, more
 
     if gated:
         first = block * columns
-        gate, up = products(weights, biases, first)
+        (gate, up), _ = products(weights, biases, first)
         _store(outputs[0], at(first), gate * jax.nn.sigmoid(gate) * up, real)
         return
     before = 0
@@ -220,15 +241,19 @@ def _kernel(
 
         def one(weight=weight, bias=bias, output=output, before=before):
             first = (block - before) * columns
-            (value,) = products([weight], [bias], first)
-            if residual is not None:
-                value = value + _load_rows(residual, at(first), real)
+
+            def load_more():
+                added = None if residual is None else _load_rows(residual, at(first), real)
+                return added, None if norm is None else norm[0][norm[1][0], at(first)]
+
+            (value,), (added, norm_weights) = products([weight], [bias], first, load_more)
+            if added is not None:
+                value = value + added
             value = value.astype(output.dtype)
             _store(output, at(first), value, real)
             if norm is not None:
                 value = value.astype(jnp.float32)
-                weights_ref, norm_layer_ref = norm
-                scaled = value * weights_ref[norm_layer_ref[0], at(first)].astype(jnp.float32)[None, :]
+                scaled = value * norm_weights.astype(jnp.float32)[None, :]
                 _store(outputs[1], at(first), scaled, real)
                 _store_column(outputs[2], jnp.sum(value * value, axis=1), real)
 
@@ -242,7 +267,7 @@ def _kernel(
 def _products(
     x_ref, matrices: list[Any], layer: tuple[Any, ...], first: Array, real: Array, blocks: LinearBlocks
 ) -> list[Array]:
-    """Columns ``first..first+columns`` of the products with each of ``matrices``, float32.
+    """Columns ``first..first+columns`` of the products with each of ``matrices``, float32; those with int8 unscaled.
 
     ``layer`` leads the matrices' indices, where they are stacked.
     """
@@ -259,11 +284,7 @@ def _products(
         return [s + plgpu.dot(x, w.astype(x.dtype).T) for s, w in zip(sums, ws, strict=True)]
 
     start = [jnp.zeros((blocks.rows, columns), jnp.float32) for _ in matrices]
-    sums = jax.lax.fori_loop(0, depth // step, body, start)
-    return [
-        s * m.scale[*layer, at][None, :] if isinstance(m, Int8Matrix) else s
-        for s, m in zip(sums, matrices, strict=True)
-    ]
+    return jax.lax.fori_loop(0, depth // step, body, start)
 
 
 def _real_rows(blocks: LinearBlocks, num_rows: int) -> Array:

@@ -82,10 +82,13 @@ def attention_blocks(rows: int, tokens: int, group: int, num_kv_heads: int, wind
     if queries == 16 and rows * num_kv_heads >= 8 * _NUM_PROCESSORS:
         # Many small programs beside one another hide each other's latency.
         return AttentionBlocks(queries, new, slots=32, splits=1, warps=1, stages=3)
-    slots, splits = SLOTS, 1
-    while rows * num_kv_heads * 2 * splits <= _NUM_PROCESSORS and window // (2 * splits) >= slots:
-        splits *= 2
-    return AttentionBlocks(queries, new, slots, splits, warps=4, stages=2)
+    programs, most = rows * num_kv_heads, max(1, window // SLOTS)
+    splits = min(most, 2 * _NUM_PROCESSORS // programs)
+    if splits > 16:
+        # Putting so many parts together takes longer than a second turn of the loop.
+        splits = min(most, max(16, _NUM_PROCESSORS // programs))
+        splits = power_of_two(splits + 1) // 2
+    return AttentionBlocks(queries, new, SLOTS, max(1, splits), warps=4, stages=2)
 
 
 def power_of_two(n: int) -> int:

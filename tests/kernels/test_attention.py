@@ -1,4 +1,4 @@
-"""Attention over the cache against NumPy, by the interpreter: its result, and what it leaves of the cache.
+"""Attention over the cache against NumPy, by the interpreter or a GPU: its result, and what it leaves of the cache.
 
 The oracle rounds keys and queries to bfloat16 where the kernel does (the cache's dtype), and nothing else: what is left
 are the rounding of the softmax's weights and of the result, 2^-8 each of what it scales.
@@ -16,6 +16,7 @@ import pytest
 
 from pard_jax.kernels.attention import decode_attention
 from pard_jax.kernels.tuning import attention_blocks
+from tests.kernels.where import INTERPRET
 
 LAYERS, EPS = 3, 0.5
 GARBAGE = 3e38  # close to the largest bfloat16; any weight on it, however small, shows
@@ -86,7 +87,7 @@ def run(case: Case, inputs: Inputs, layer: int, starts: list[int]) -> tuple[np.n
     outputs = decode_attention(
         inputs.q, inputs.k, inputs.v, jnp.asarray(rotations, jnp.float32), jnp.asarray(inputs.k_cache),
         jnp.asarray(inputs.v_cache), np.int32(layer), jnp.asarray(starts, jnp.int32), window=case.window,
-        qk_norm=inputs.qk_norm, eps=EPS, interpret=True,
+        qk_norm=inputs.qk_norm, eps=EPS, interpret=INTERPRET,
     )  # fmt: skip
     out, k_cache, v_cache = map(np.asarray, outputs)
     return out, k_cache, v_cache

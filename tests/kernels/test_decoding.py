@@ -19,6 +19,7 @@ from tests.helpers.jaxprs import primitives
 from tests.helpers.loop import Loop, Request
 from tests.helpers.models import Pair, full_forward, model_config, random_params
 from tests.helpers.reference import Run
+from tests.kernels.where import IMPLEMENTATION
 
 CHUNK, SLOTS, K, VOCAB = 8, 64, 3, 64
 
@@ -72,7 +73,9 @@ def serve(name: str, implementation: str, greedy: bool) -> list[Run]:
         return loop.serve(requests(), steps=2)
 
 
-@pytest.mark.parametrize(("name", "implementation"), [("pard", "interpret"), ("none", "interpret"), ("pard", "xla")])
+@pytest.mark.parametrize(
+    ("name", "implementation"), [("pard", IMPLEMENTATION), ("none", IMPLEMENTATION), ("pard", "xla")]
+)
 def test_the_greedy_program_says_what_the_general_one_says(name: str, implementation: str):
     """The same tokens, drafts and acceptance, step by step."""
     special, general = serve(name, implementation, True), serve(name, implementation, False)
@@ -87,7 +90,7 @@ def test_each_token_is_the_targets_own(name: str):
     """In float32 and without a cache, no other token is likelier by more than bfloat16 can tell."""
     wide = jax.tree.map(lambda p: p.astype(jnp.float32), PAIR.params["target"])
     logits = full_forward(PAIR.target, wide, 40)
-    for request, run in zip(requests(), serve(name, "interpret", True), strict=True):
+    for request, run in zip(requests(), serve(name, IMPLEMENTATION, True), strict=True):
         scores = logits([*request.prompt, *run.tokens])[len(request.prompt) - 1 : -1]
         chosen = scores[np.arange(len(run.tokens)), run.tokens]
         # 2^-8 a rounding, some dozens of them along the stream, of logits of this size.
@@ -100,7 +103,7 @@ def test_each_token_is_the_targets_own(name: str):
 
 def test_the_greedy_program_makes_no_scores_for_others():
     """No temperature, no random number, no log-probability; and the kernels are in it."""
-    programs = programs_of("pard", "interpret")
+    programs = programs_of("pard", IMPLEMENTATION)
     state = init_state(PAIR.target, programs.drafter, 2, SLOTS, jnp.bfloat16)
 
     def traced(greedy: bool) -> set[str]:

@@ -1,4 +1,4 @@
-"""Matrix products of a few rows against NumPy, by the interpreter.
+"""Matrix products of a few rows against NumPy, by the interpreter or a GPU.
 
 Inputs are bfloat16 (unit roundoff u = 2^-8), the oracle is float64, and every tolerance is a bound, not a guess: one
 rounding of the result, one of ``x * norm`` where there is a norm, and the order of float32 sums.
@@ -14,6 +14,7 @@ import pytest
 
 from pard_jax.int8 import Int8Matrix
 from pard_jax.kernels.linear import MAX_ROWS, Normed, fits_linear, linear, linear_argmax, normed
+from tests.kernels.where import INTERPRET
 
 U = {jnp.bfloat16: 2.0**-8, jnp.float32: 2.0**-24, jnp.float16: 2.0**-11}
 LAYERS = 3
@@ -66,7 +67,7 @@ def test_products_of_several_matrices_of_different_widths(rows: int, matrix: Any
     weights = [matrix(rng, LAYERS, width, 192) for width in (96, 32, 48)]
     biases = [normal(rng, LAYERS, w.shape[1]) for w in weights]
     for layer in range(LAYERS):
-        outputs = linear(normed(x, norm[layer]), weights, np.int32(layer), eps=EPS, biases=biases, interpret=True)
+        outputs = linear(normed(x, norm[layer]), weights, np.int32(layer), eps=EPS, biases=biases, interpret=INTERPRET)
         assert len(outputs) == 3
         for got, weight, bias in zip(outputs, weights, biases, strict=True):
             check(got, *product(x, weight[layer], norm[layer], bias[layer]))
@@ -82,7 +83,7 @@ def test_the_residual_is_added_before_the_one_rounding(rows: int, with_bias: boo
     bias = normal(rng, LAYERS, 64) if with_bias else None
     for layer in range(LAYERS):
         biases = None if bias is None else [bias]
-        (got,) = linear(x, [weight], np.int32(layer), residual=residual, biases=biases, interpret=True)
+        (got,) = linear(x, [weight], np.int32(layer), residual=residual, biases=biases, interpret=INTERPRET)
         value, bound = product(x, weight[layer], bias=None if bias is None else bias[layer])
         check(got, value + wide(residual), bound)
 
@@ -94,9 +95,9 @@ def test_a_norm_begins_with_the_product_before_it(rows: int, width: int):
     x, weight, residual = normal(rng, rows, 128), normal(rng, LAYERS, width, 128), normal(rng, rows, width)
     norm = normal(rng, LAYERS + 1, width)
     for layer in range(LAYERS):
-        (alone,) = linear(x, [weight], np.int32(layer), residual=residual, interpret=True)
+        (alone,) = linear(x, [weight], np.int32(layer), residual=residual, interpret=INTERPRET)
         got, on_its_way = linear(
-            x, [weight], np.int32(layer), residual=residual, next_norm=(norm, np.int32(layer + 1)), interpret=True
+            x, [weight], np.int32(layer), residual=residual, next_norm=(norm, np.int32(layer + 1)), interpret=INTERPRET
         )
         assert isinstance(on_its_way, Normed)
         np.testing.assert_array_equal(wide(got), wide(alone))
@@ -109,8 +110,8 @@ def test_a_norm_over_two_products():
     rng = np.random.default_rng(7)
     x, first, second = normal(rng, 5, 128), normal(rng, 1, 192, 128), normal(rng, 1, 32, 192)
     norm = normal(rng, 1, 192)
-    stream, on_its_way = linear(x, [first], np.int32(0), next_norm=(norm, np.int32(0)), interpret=True)
-    (got,) = linear(on_its_way, [second], np.int32(0), eps=EPS, interpret=True)
+    stream, on_its_way = linear(x, [first], np.int32(0), next_norm=(norm, np.int32(0)), interpret=INTERPRET)
+    (got,) = linear(on_its_way, [second], np.int32(0), eps=EPS, interpret=INTERPRET)
     check(got, *product(stream, second[0], norm[0]))
 
 
@@ -126,7 +127,7 @@ def test_the_gate_of_an_mlp(rows: int, with_bias: bool, matrix: Any):
     biases = [normal(rng, LAYERS, 80) for _ in range(2)] if with_bias else None
     for layer in range(LAYERS):
         rows_in = normed(x, norm[layer])
-        outputs = linear(rows_in, weights, np.int32(layer), eps=EPS, biases=biases, gated=True, interpret=True)
+        outputs = linear(rows_in, weights, np.int32(layer), eps=EPS, biases=biases, gated=True, interpret=INTERPRET)
         assert len(outputs) == 1
         (gate, of_gate), (up, of_up) = (
             product(x, w[layer], norm[layer], None if biases is None else biases[i][layer])
@@ -142,7 +143,7 @@ def test_the_gate_of_an_mlp(rows: int, with_bias: bool, matrix: Any):
 def test_the_output_may_have_another_dtype(dtype: Any):
     rng = np.random.default_rng(0)
     x, weight = normal(rng, 5, 256), normal(rng, 1, 48, 256)
-    (got,) = linear(x, [weight], np.int32(0), out_dtype=dtype, interpret=True)
+    (got,) = linear(x, [weight], np.int32(0), out_dtype=dtype, interpret=INTERPRET)
     check(got, *product(x, weight[0]), dtype)
 
 
@@ -150,7 +151,7 @@ def test_the_output_may_have_another_dtype(dtype: Any):
 def test_depths_of_one_and_of_several_turns(depth: int):
     rng = np.random.default_rng(depth)
     x, norm, weight = normal(rng, 3, depth), normal(rng, 1, depth), normal(rng, 1, 32, depth)
-    (got,) = linear(normed(x, norm[0]), [weight], np.int32(0), eps=EPS, interpret=True)
+    (got,) = linear(normed(x, norm[0]), [weight], np.int32(0), eps=EPS, interpret=INTERPRET)
     check(got, *product(x, weight[0], norm[0]))
 
 
@@ -159,7 +160,7 @@ def test_wide_matrices_of_larger_blocks(width: int):
     """Blocks of 32 and 64 columns, and of 16 where the width is a multiple of no more."""
     rng = np.random.default_rng(width)
     x, weight = normal(rng, 5, 64), normal(rng, 1, width, 64)
-    (got,) = linear(x, [weight], np.int32(0), interpret=True)
+    (got,) = linear(x, [weight], np.int32(0), interpret=INTERPRET)
     check(got, *product(x, weight[0]))
 
 
@@ -167,7 +168,7 @@ def test_float16_is_refused():
     """It ends at 65504: a stream of 4000 times a gain of 20 would overflow before the norm's scale is applied."""
     x, weight = jnp.ones((3, 64), jnp.float16), jnp.ones((1, 16, 64), jnp.float16)
     with pytest.raises(ValueError, match="the rows are float16; expected bfloat16"):
-        linear(x, [weight], np.int32(0), interpret=True)
+        linear(x, [weight], np.int32(0), interpret=INTERPRET)
 
 
 def integers(rng: np.random.Generator, *shape: int) -> jnp.ndarray:
@@ -181,7 +182,7 @@ def test_argmax_is_the_first_of_the_largest(rows: int):
     x, weight = integers(rng, rows, 64), integers(rng, 176, 64)
     scores = wide(x) @ wide(weight).T
     assert (rows < 5) or ((scores == scores.max(axis=1, keepdims=True)).sum(axis=1) > 1).any()  # ties by chance, too
-    got = linear_argmax(x, weight, limit=176, interpret=True)
+    got = linear_argmax(x, weight, limit=176, interpret=INTERPRET)
     assert got.dtype == jnp.int32
     np.testing.assert_array_equal(got, scores.argmax(axis=1))
 
@@ -193,7 +194,7 @@ def test_argmax_of_equals_within_a_block_and_across(at: tuple[int, ...]):
     x, weight = integers(rng, 4, 64), np.array(integers(rng, 144, 64))
     x = jnp.broadcast_to(x[:1], x.shape)
     weight[list(at)] = 3 * np.sign(wide(x[0]))
-    got = linear_argmax(x, jnp.asarray(weight), limit=144, interpret=True)
+    got = linear_argmax(x, jnp.asarray(weight), limit=144, interpret=INTERPRET)
     np.testing.assert_array_equal(got, at[0])
 
 
@@ -202,7 +203,7 @@ def test_argmax_below_a_limit(limit: int, matrix: Any):
     rng = np.random.default_rng(limit)
     x, weight = normal(rng, 21, 64), matrix(rng, 144, 64)
     scores = wide(x) @ wide(weight).T
-    got = linear_argmax(x, weight, limit=limit, interpret=True)
+    got = linear_argmax(x, weight, limit=limit, interpret=INTERPRET)
     np.testing.assert_array_equal(got, scores[:, :limit].argmax(axis=1))
     if limit < 144:
         assert (scores.argmax(axis=1) >= limit).any()  # the limit hides something
@@ -214,7 +215,7 @@ def test_argmax_of_scores_that_are_all_below_zero():
     x, weight = -abs(normal(rng, 5, 64)), abs(normal(rng, 144, 64))
     scores = wide(x) @ wide(weight).T
     assert scores.max() < 0
-    got = linear_argmax(x, weight, limit=100, interpret=True)
+    got = linear_argmax(x, weight, limit=100, interpret=INTERPRET)
     np.testing.assert_array_equal(got, scores[:, :100].argmax(axis=1))
 
 
@@ -223,7 +224,7 @@ def test_argmax_of_larger_blocks():
     x, weight = integers(rng, 6, 64), integers(rng, 16896, 64)
     scores = wide(x) @ wide(weight).T
     for limit in (16896, 9000):
-        got = linear_argmax(x, weight, limit=limit, interpret=True)
+        got = linear_argmax(x, weight, limit=limit, interpret=INTERPRET)
         np.testing.assert_array_equal(got, scores[:, :limit].argmax(axis=1))
 
 

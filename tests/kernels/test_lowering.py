@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pard_jax.kernels.linear as of_linear
 from pard_jax.int8 import Int8Matrix, quantized_like
 from pard_jax.kernels.attention import decode_attention
 from pard_jax.kernels.linear import Normed, linear, linear_argmax
@@ -197,3 +198,27 @@ def test_what_lies_beyond_is_found():
         kernel.check_bounds({0: [2], 1: [62, 63]})
     with pytest.raises(AssertionError, match="of argument 6, which has 24576 elements"):
         kernel.check_bounds({0: [3], 1: [62, 62]})
+
+
+@pytest.fixture
+def capability(monkeypatch: pytest.MonkeyPatch):
+    """Say whether the GPU knows how to start a kernel early; kernels traced before are forgotten."""
+
+    def known(value: bool) -> None:
+        jax.clear_caches()
+        monkeypatch.setattr(of_linear, "can_start_early", lambda: value)
+
+    yield known
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_products_let_the_next_kernel_start_where_the_gpu_can(capability: Any, known: bool):
+    """Those of bfloat16, each matrix's; not those with int8, which gain nothing."""
+    capability(known)
+    x, weight, layer = array(5, 576), array(3, 192, 576), np.int32(1)
+    (one,) = kernels_of(lambda x, w: linear(x, [w], layer), x, weight)
+    (gated,) = kernels_of(lambda x, w: linear(x, [w, w], layer, gated=True), x, weight)
+    (quantized,) = kernels_of(lambda x, w: linear(x, [w], layer), x, int8(3, 192, 576))
+    counts = [kernel.count("tt.elementwise_inline_asm") for kernel in (one, gated, quantized)]
+    assert counts == ([1, 2, 0] if known else [0, 0, 0])

@@ -49,6 +49,14 @@ class Kernel(NamedTuple):
         machine.run(self.body, [_Pointer(i, np.zeros((), np.int64)) for i in range(len(self.sizes))])
         return machine.accesses
 
+    def count(self, name: str) -> int:
+        """Operations of that name, inner ones included."""
+
+        def inside(block: Block) -> int:
+            return sum((op.name == name) + sum(map(inside, op.blocks)) for op in block.operations)
+
+        return inside(self.body)
+
     def programs(self, every: bool = False) -> list[tuple[int, int, int]]:
         """All programs of the grid, or of a large one some dozens, evenly spread, the last among them."""
         x, y, z = map(range, self.grid)
