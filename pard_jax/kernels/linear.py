@@ -14,7 +14,7 @@ scale, with which a product commutes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -176,8 +176,6 @@ def _argmax_kernel(*refs, structure: Any, blocks: LinearBlocks, num_rows: int, l
     first = pl.program_id(0) * blocks.columns
     real = _real_rows(blocks, num_rows)
     (scores,) = _products(x_ref, [matrix], (), first, real, blocks)
-    if isinstance(matrix, Int8Matrix):
-        scores = scores * matrix.scale[pl.ds(pl.multiple_of(first, blocks.columns), blocks.columns)][None, :]
     ids = first + jnp.arange(blocks.columns, dtype=jnp.int32)[None, :]
     scores = jnp.where(ids < limit, scores, -jnp.inf)
     largest = jnp.max(scores, axis=1)
@@ -206,30 +204,28 @@ def _kernel(
     # little: its latency then hides behind the weights'.
     ask_early = blocks.rows == 16
 
-    def products(
-        matrices: list[Any], biases: list[Any], first: Array, load_more: Callable[[], Any] = lambda: None
-    ) -> tuple[list[Array], Any]:
-        """The products' columns from ``first`` on, float32, and what ``load_more`` gives."""
+    def products(matrices: list[Any], biases: list[Any], first: Array) -> tuple[list[Array], Array | None]:
+        """The products' columns from ``first`` on, float32, and the next norm's weights."""
 
         def load() -> tuple[Any, ...]:
             parts = None
             if squares is not None:
                 of_part = jnp.arange(power_of_two(num_squares), dtype=jnp.int32) < num_squares
                 parts = plgpu.load(squares.at[:, :], mask=real[:, None] & of_part[None, :], other=0.0)
-            scales = [m.scale[layer, at(first)] if isinstance(m, Int8Matrix) else None for m in matrices]
-            return parts, scales, [None if b is None else b[layer, at(first)] for b in biases], load_more()
+            shifts = [None if bias is None else bias[layer, at(first)] for bias in biases]
+            added = None if residual is None else _load_rows(residual, at(first), real)
+            return parts, shifts, added, None if norm is None else norm[0][norm[1][0], at(first)]
 
         loaded = load() if ask_early else None
         sums = _products(x_ref, matrices, (layer,), first, real, blocks)
         if overlap:
             sums = [let_next_start(s) for s in sums]
-        parts, scales, shifts, more = loaded or load()
-        sums = [s if scale is None else s * scale[None, :] for s, scale in zip(sums, scales, strict=True)]
+        parts, shifts, added, norm_weights = loaded or load()
         if parts is not None:
             scale = jax.lax.rsqrt(jnp.sum(parts, axis=1) / matrices[0].shape[-1] + eps)
             sums = [s * scale[:, None] for s in sums]
         sums = [s if b is None else s + b.astype(jnp.float32)[None, :] for s, b in zip(sums, shifts, strict=True)]
-        return sums, more
+        return [s if added is None else s + added for s in sums], norm_weights
 
     if gated:
         first = block * columns
@@ -241,17 +237,10 @@ def _kernel(
 
         def one(weight=weight, bias=bias, output=output, before=before):
             first = (block - before) * columns
-
-            def load_more():
-                added = None if residual is None else _load_rows(residual, at(first), real)
-                return added, None if norm is None else norm[0][norm[1][0], at(first)]
-
-            (value,), (added, norm_weights) = products([weight], [bias], first, load_more)
-            if added is not None:
-                value = value + added
+            (value,), norm_weights = products([weight], [bias], first)
             value = value.astype(output.dtype)
             _store(output, at(first), value, real)
-            if norm is not None:
+            if norm_weights is not None:
                 value = value.astype(jnp.float32)
                 scaled = value * norm_weights.astype(jnp.float32)[None, :]
                 _store(outputs[1], at(first), scaled, real)
@@ -267,7 +256,7 @@ def _kernel(
 def _products(
     x_ref, matrices: list[Any], layer: tuple[Any, ...], first: Array, real: Array, blocks: LinearBlocks
 ) -> list[Array]:
-    """Columns ``first..first+columns`` of the products with each of ``matrices``, float32; those with int8 unscaled.
+    """Columns ``first..first+columns`` of the products with each of ``matrices``, float32.
 
     ``layer`` leads the matrices' indices, where they are stacked.
     """
@@ -275,6 +264,7 @@ def _products(
     depth = tables[0].shape[-1]
     columns, step = blocks.columns, blocks.step
     at = pl.ds(pl.multiple_of(first, columns), columns)
+    scales = [m.scale[*layer, at] if isinstance(m, Int8Matrix) else None for m in matrices]
 
     def body(i, sums):
         part = pl.ds(pl.multiple_of(i * step, step), step)
@@ -284,7 +274,8 @@ def _products(
         return [s + plgpu.dot(x, w.astype(x.dtype).T) for s, w in zip(sums, ws, strict=True)]
 
     start = [jnp.zeros((blocks.rows, columns), jnp.float32) for _ in matrices]
-    return jax.lax.fori_loop(0, depth // step, body, start)
+    sums = jax.lax.fori_loop(0, depth // step, body, start)
+    return [s if scale is None else s * scale[None, :] for s, scale in zip(sums, scales, strict=True)]
 
 
 def _real_rows(blocks: LinearBlocks, num_rows: int) -> Array:

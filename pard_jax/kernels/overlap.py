@@ -1,6 +1,6 @@
 """Letting the next kernel start before this one has ended (programmatic dependent launch; NVIDIA's Hopper and later).
 
-XLA (jax 0.11.2 and later) starts kernels in a way that permits it, and has each wait, where it begins, for all that the
+XLA (as of jax 0.11.2) starts kernels in a way that permits it, and has each wait, where it begins, for all that the
 ones before it write. What a kernel itself can do is to say when the next may be placed on the processors. Our products
 say so once their loops are done: programs that come earlier take places unevenly, and a product of large matrices then
 waits for the fullest processor (docs/performance.md).
@@ -8,14 +8,11 @@ waits for the fullest processor (docs/performance.md).
 
 from __future__ import annotations
 
-import functools
-
 import jax
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
 
-@functools.lru_cache(maxsize=1)
 def can_start_early() -> bool:
     """Whether this process' GPU has the instruction."""
     device = jax.local_devices()[0]

@@ -82,12 +82,11 @@ def attention_blocks(rows: int, tokens: int, group: int, num_kv_heads: int, wind
     if queries == 16 and rows * num_kv_heads >= 8 * _NUM_PROCESSORS:
         # Many small programs beside one another hide each other's latency.
         return AttentionBlocks(queries, new, slots=32, splits=1, warps=1, stages=3)
-    programs, most = rows * num_kv_heads, max(1, window // SLOTS)
+    programs, most = rows * num_kv_heads, window // SLOTS
     splits = min(most, 2 * _NUM_PROCESSORS // programs)
     if splits > 16:
         # Putting so many parts together takes longer than a second turn of the loop.
-        splits = min(most, max(16, _NUM_PROCESSORS // programs))
-        splits = power_of_two(splits + 1) // 2
+        splits = power_of_two(min(most, max(16, _NUM_PROCESSORS // programs)) + 1) // 2
     return AttentionBlocks(queries, new, SLOTS, max(1, splits), warps=4, stages=2)
 
 
